@@ -1,0 +1,68 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""`speculation_statistics()`: what the drafter did in the calls of `generate` inside a block."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+_running_statistics: ContextVar["SpeculationStatistics | None"] = ContextVar("dlite_running_statistics", default=None)
+
+
+@dataclass
+class SpeculationStatistics:
+    """What happened in the `generate` calls of one block, added up over them.
+
+    Args:
+        num_rounds: verifications by the target; a prefill is none.
+        num_drafted_tokens: tokens that the drafter proposed.
+        token_origins: for every token that a verification emitted, in order: 0 for the target's own, j >= 1 for an
+            accepted draft token at position j of its block. What an end of sequence or a limit cut off is not in it.
+        drafting_seconds: wall time of drafting.
+        verifying_seconds: wall time of the target's verification forwards.
+    """
+
+    num_rounds: int = 0
+    num_drafted_tokens: int = 0
+    token_origins: list[int] = field(default_factory=list)
+    drafting_seconds: float = 0.0
+    verifying_seconds: float = 0.0
+
+    @property
+    def num_emitted_tokens(self) -> int:
+        """Tokens that the verifications emitted; the token that a prefill yields is not counted."""
+        return len(self.token_origins)
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """How many draft tokens were accepted at position 1, 2, ... of their block."""
+        accepted = [0] * max(self.token_origins, default=0)
+        for position in self.token_origins:
+            if position:
+                accepted[position - 1] += 1
+        return accepted
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens emitted per verification, the target's own token included; NaN without any."""
+        return self.num_emitted_tokens / self.num_rounds if self.num_rounds else float("nan")
+
+
+@contextmanager
+def speculation_statistics() -> Iterator[SpeculationStatistics]:
+    """Collects [`SpeculationStatistics`] of the drafted `generate` calls that this thread makes inside the block.
+
+    Outside such a block nothing is recorded. On an accelerator, timing waits for the device twice a round.
+    """
+    statistics = SpeculationStatistics()
+    token = _running_statistics.set(statistics)
+    try:
+        yield statistics
+    finally:
+        _running_statistics.reset(token)
+
+
+def running_statistics() -> SpeculationStatistics | None:
+    """The statistics that the current thread collects, if it does."""
+    return _running_statistics.get()
