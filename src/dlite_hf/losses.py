@@ -51,7 +51,7 @@ def drafting_loss(
     ce_weight: float = 0.1,
     tv_weight: float = 1.0,
 ) -> DraftingLoss:
-    """The weighted sum of the losses of all rows (the paper's equation 9); the caller divides by a sum of weights.
+    """The weighted sum of the losses of all rows (the paper's equation 7); the caller divides by a sum of weights.
 
         q = softmax(output_weight u);  p = softmax(target_logits[row])
         loss = sum w (ce_weight * -log q[label] + tv_weight * sum_v |p - q|)

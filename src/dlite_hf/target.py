@@ -69,7 +69,8 @@ def capture_hidden_states(
 
     def keep_output_of(layer_id: int) -> Any:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if _running_capture.get() is capture:
+            # A compiled forward runs without capture: dynamo cannot trace a context variable.
+            if not torch.compiler.is_compiling() and _running_capture.get() is capture:
                 capture.keep(layer_id, output if isinstance(output, torch.Tensor) else output[0])
 
         return hook

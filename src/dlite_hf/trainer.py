@@ -23,7 +23,7 @@ class DLiteTrainer(Trainer):
     [`~transformers.Trainer`] for a DLite drafter. The target runs online, in its own dtype and without gradients; it
     is neither changed nor saved.
 
-        loss = sum w_k (ce_weight CE + tv_weight TV) / sum w_k      (the paper's equation 9)
+        loss = sum w_k (ce_weight CE + tv_weight TV) / sum w_k      (the paper's equation 7)
 
     with both sums over the whole optimizer step: all anchors of all accumulated batches of all processes. Beside the
     loss it logs `accuracy` (how often drafter and target agree on the most likely token), `acceptance_k` (the mean of
@@ -84,11 +84,8 @@ class DLiteTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        # Rows, correct ones and acceptance per draft position since the last log, apart for training and evaluation.
-        self._statistics = {training: self._no_statistics() for training in (True, False)}
-
-    def _no_statistics(self) -> torch.Tensor:
-        return torch.zeros(3, self.model.config.num_draft_tokens, device=self.args.device)
+        # Rows, correct ones and acceptance [3, K] since the last log, apart for evaluation and training.
+        self._statistics = torch.zeros(2, 3, model.config.num_draft_tokens, device=args.device)
 
     def _samples(self, dataset: Any, tokenizer: PreTrainedTokenizerBase | None, args: DLiteTrainingArguments) -> Any:
         """Conversations tokenised; samples as they are."""
@@ -158,7 +155,7 @@ class DLiteTrainer(Trainer):
                 ce_weight=self.args.ce_weight,
                 tv_weight=self.args.tv_weight,
             )
-        self._statistics[model.training] += torch.stack(result[1:])
+        self._statistics[int(model.training)] += torch.stack(result[1:])
         total = weights.sum() if num_items_in_batch is None else num_items_in_batch
         loss = result.loss / total.clamp_min(torch.finfo(torch.float32).tiny)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -213,14 +210,14 @@ class DLiteTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("loss")), None)
-        training = self.model.training
-        num_rows, num_correct, acceptance = self.accelerator.reduce(self._statistics[training])
+        statistics = self._statistics[int(self.model.training)]
+        num_rows, num_correct, acceptance = self.accelerator.reduce(statistics)
         if prefix is not None and num_rows.any():
             acceptance = acceptance / num_rows.clamp_min(1)
             logs[f"{prefix}accuracy"] = (num_correct.sum() / num_rows.sum()).item()
             logs |= {f"{prefix}acceptance_{k}": value for k, value in enumerate(acceptance.tolist(), start=1)}
             logs[f"{prefix}expected_tau"] = 1 + acceptance.cumprod(dim=0).sum().item()
-            self._statistics[training].zero_()
+            statistics.zero_()
         super().log(logs, start_time)
 
 

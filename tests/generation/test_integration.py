@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GenerationMixin
 
+from dlite_hf import DLiteCandidateGenerator
 from dlite_hf.generation import integration
 
 from ..replay import make_replay_drafter
@@ -66,7 +67,8 @@ def test_inputs_tensor_is_visible_to_generate():
 
 @pytest.mark.parametrize("way", ["small_model", "prompt_lookup"])
 def test_other_ways_to_draft_go_on_as_before(target, monkeypatch, way):
-    options = {"assistant_model": make_target("llama", seed=1)} if way == "small_model" else {"prompt_lookup_num_tokens": 3}
+    small_model = make_target("llama", seed=1)
+    options = {"assistant_model": small_model} if way == "small_model" else {"prompt_lookup_num_tokens": 3}
     options |= make_inputs(target, 9) | {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     options |= {"output_scores": True}
     calls = []
@@ -135,12 +137,27 @@ classes = (GenerationMixin, PreTrainedModel)
 modules = (utils, candidate_generator)
 before = [dict(vars(owner)) for owner in classes + modules]
 import dlite_hf
+missing = object()
 for owner, old in zip(classes + modules, before):
     new = dict(vars(owner))
     for name in sorted(set(old) | set(new)):
-        if old.get(name) is not new.get(name):
+        if old.get(name, missing) is not new.get(name, missing):
             print(owner.__name__, name)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     changed = ["GenerationMixin _assisted_decoding", "GenerationMixin _validate_generation_mode"]
     assert result.stdout.splitlines() == changed
+
+
+def test_a_prefill_keeps_one_row_for_drafting(target, monkeypatch):
+    get_candidates = DLiteCandidateGenerator.get_candidates
+    kept = []
+
+    def spy(self, input_ids, model_outputs, **kwargs):
+        kept.append([states for states in model_outputs.hidden_states if states is not None])
+        return get_candidates(self, input_ids, model_outputs=model_outputs, **kwargs)
+
+    monkeypatch.setattr(DLiteCandidateGenerator, "get_candidates", spy)
+    target.generate(**make_inputs(target, 40), assistant_model=make_drafter(target), max_new_tokens=4)
+    assert [states.shape for states in kept[0]] == [(1, 1, 32)] * 3
+    assert [states.untyped_storage().nbytes() for states in kept[0]] == [32 * 4] * 3

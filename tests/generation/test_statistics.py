@@ -94,7 +94,7 @@ def test_the_last_round_is_cut_at_eos():
     with speculation_statistics() as statistics:
         output = scripted.generate(max_new_tokens=30, eos_token_id=eos_token_id)
     assert output.shape[1] == PROMPT_LENGTH + end
-    assert statistics.token_origins == [1, 2, 3, 0, 1, 2], "three drafted tokens after it were right, and are not counted"
+    assert statistics.token_origins == [1, 2, 3, 0, 1, 2], "three right tokens after it are not counted"
     assert (statistics.num_rounds, statistics.num_drafted_tokens, statistics.tau) == (2, 10, 3.0)
     assert statistics.accepted_per_position == [2, 2, 1]
 

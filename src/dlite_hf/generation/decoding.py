@@ -147,8 +147,7 @@ def _emit_verified(
 ) -> int:
     """Emits what a verification forward allows, at least one token, and drops the rest from the cache.
 
-    Returns how many tokens of the draft were emitted, less one where the last of them ended the sequence: one emitted
-    token always stays out of the cache, to be the next anchor.
+    Returns how many of the draft stay in the cache. The last token emitted never does: it is the next anchor.
     """
     num_candidates, num_emitted = draft_ids.shape[1], 0
     logits = outputs.logits[:, -num_candidates - 1 :]
@@ -167,8 +166,8 @@ def _emit_verified(
             if sequence.is_finished or not is_draft:
                 break
     finally:
-        # The forward wrote k + 1 tokens: the anchor and the draft. The last emitted token was not among its inputs, or
-        # ends the sequence. Cropping nothing still cuts sliding layers back to their window.
+        # The forward wrote the anchor and the draft, k + 1 tokens; of what was emitted, all but the last is among them.
+        # Cropping nothing still cuts sliding layers back to their window.
         cache.crop(num_emitted - num_candidates - 1)
     return num_emitted - 1
 
