@@ -246,3 +246,29 @@ def test_classifier_free_guidance(target, inputs, num_right, caplog):
     warnings = [record.getMessage() for record in caplog.records if "cannot be copied" in record.getMessage()]
     assert len(warnings) == 1
     assert "ClassifierFreeGuidance" in warnings[0]
+
+
+class StrictProcessor(LogitsProcessor):
+    """Refuses every prefix but those of one sequence."""
+
+    def __init__(self, sequence):
+        self.sequence = sequence
+
+    def __call__(self, input_ids, scores):
+        if not torch.equal(input_ids, self.sequence[:, : input_ids.shape[1]]):
+            raise RuntimeError("not a prefix")
+        return scores
+
+
+def test_a_processor_may_refuse_drafts(target, inputs, caplog):
+    warning_once.cache_clear()
+    limit = {"max_new_tokens": NUM_TOKENS, "do_sample": False}
+    plain = target.generate(**inputs, **limit)
+    drafter = make_drafter_of(target, 3)
+    drafter.replay(target, plain)
+    output, statistics = generate_with_statistics(
+        target, drafter, **inputs, **limit, logits_processor=[StrictProcessor(plain)]
+    )
+    assert torch.equal(output, plain)
+    assert 0 < sum(statistics.accepted_per_position) < statistics.num_drafted_tokens
+    assert sum("refuses a draft" in record.getMessage() for record in caplog.records) == 1

@@ -140,14 +140,16 @@ def test_a_block_ends_with_an_exception(scripted):
     assert running_statistics() is None
 
 
-def test_nested_blocks_have_their_own(scripted):
+def test_an_inner_block_counts_for_the_outer_one_too(scripted):
     with speculation_statistics() as outer:
         scripted.generate(max_new_tokens=5)
         with speculation_statistics() as inner:
             scripted.generate(max_new_tokens=NUM_NEW_TOKENS)
         scripted.generate(max_new_tokens=5)
     assert inner.token_origins == ORIGINS
-    assert outer.token_origins == ORIGINS[:4] * 2
+    assert outer.token_origins == ORIGINS[:4] + ORIGINS + ORIGINS[:4]
+    assert outer.num_rounds > inner.num_rounds > 0
+    assert outer.drafting_seconds > inner.drafting_seconds > 0
 
 
 def test_threads_have_their_own():

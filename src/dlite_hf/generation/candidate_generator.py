@@ -107,7 +107,16 @@ class DLiteCandidateGenerator(CandidateGenerator):
         logits_processor = copy.deepcopy(self.logits_processor)
 
         def sampler(logits: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scores = logits_processor(torch.cat([input_ids, drafted], dim=1), logits.float())
+            try:
+                scores = logits_processor(torch.cat([input_ids, drafted], dim=1), logits.to(torch.float32, copy=True))
+            except Exception as error:  # a processor may refuse a prefix that the target would never write
+                logger.warning_once(
+                    f"A logits processor refuses a draft ({error!r}), so drafting goes without processors; the output "
+                    "is the same, though fewer tokens may be accepted."
+                )
+                self.logits_processor = LogitsProcessorList()
+                logits_processor.clear()
+                scores = logits.float()
             if self.do_sample:
                 return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1), scores
             return scores.argmax(dim=-1), scores

@@ -166,7 +166,7 @@ def _emit_verified(
             if sequence.is_finished or not is_draft:
                 break
     finally:
-        # The forward wrote the anchor and the draft, k + 1 tokens; of what was emitted, all but the last is among them.
+        # The forward wrote the anchor and the draft, k + 1 tokens; all that was emitted but its last is among them.
         # Cropping nothing still cuts sliding layers back to their window.
         cache.crop(num_emitted - num_candidates - 1)
     return num_emitted - 1

@@ -29,6 +29,14 @@ class SpeculationStatistics:
     drafting_seconds: float = 0.0
     verifying_seconds: float = 0.0
 
+    def add(self, other: "SpeculationStatistics") -> None:
+        """Counts what `other` counted, too."""
+        self.num_rounds += other.num_rounds
+        self.num_drafted_tokens += other.num_drafted_tokens
+        self.token_origins += other.token_origins
+        self.drafting_seconds += other.drafting_seconds
+        self.verifying_seconds += other.verifying_seconds
+
     @property
     def num_emitted_tokens(self) -> int:
         """Tokens that the verifications emitted; the token that a prefill yields is not counted."""
@@ -53,7 +61,8 @@ class SpeculationStatistics:
 def speculation_statistics() -> Iterator[SpeculationStatistics]:
     """Collects [`SpeculationStatistics`] of the drafted `generate` calls that this thread makes inside the block.
 
-    Outside such a block nothing is recorded. On an accelerator, timing waits for the device twice a round.
+    Outside such a block nothing is recorded; a block inside another adds to it when it ends. On an accelerator, timing
+    waits for the device twice a round.
     """
     statistics = SpeculationStatistics()
     token = _running_statistics.set(statistics)
@@ -61,6 +70,8 @@ def speculation_statistics() -> Iterator[SpeculationStatistics]:
         yield statistics
     finally:
         _running_statistics.reset(token)
+        if (outer := _running_statistics.get()) is not None:
+            outer.add(statistics)
 
 
 def running_statistics() -> SpeculationStatistics | None:
