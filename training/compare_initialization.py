@@ -1,8 +1,9 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """What first weights are worth: the same training from random ones, from the target's head, and from its layers too.
 
-    python training/compare_initialization.py --target <folder> --store store --heldout_store heldout_store \
-        --prompts <folder of JSON lines> --output_dir out --bf16 --mask_token_id 4 --max_steps 300
+    python training/compare_initialization.py --target <folder> --train_files answers.jsonl --store store \
+        --eval_files heldout.jsonl --heldout_store heldout_store --prompts <folder of JSON lines> \
+        --output_dir out --bf16 --mask_token_id 4 --num_hidden_layers 3 --sequential_rank 128 --max_steps 300
 
 Every arm sees the same anchors in the same order (stores as `training/train_stored.py` writes them). Prints, for each,
 the expected tau on held-out answers and the tau of real `generate()` calls on prompts. One run each.
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from check_lossless import read_prompts
 from train import ScriptArguments
-from train_stored import StoredAnchors, StoredTrainer
+from train_stored import StoredAnchors, StoredTrainer, load_store
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel
 
 from dlite_hf import DLiteConfig, DLiteForDrafting, DLiteTrainingArguments, speculation_statistics
@@ -67,8 +68,13 @@ def main() -> None:
         num_hidden_layers=script_args.num_hidden_layers,
         sequential_rank=script_args.sequential_rank,
     )
-    store = torch.load(comparison_args.store, mmap=True)
-    heldout = torch.load(comparison_args.heldout_store)
+    store, heldout = (
+        load_store(file, conversations, target, tokenizer, config, args.max_length)
+        for file, conversations in (
+            (comparison_args.store, script_args.train_files),
+            (comparison_args.heldout_store, script_args.eval_files),
+        )
+    )
     anchors = StoredAnchors(store)
     prompts = read_prompts(comparison_args.prompts, 2)
     results = []

@@ -75,7 +75,7 @@ def main() -> None:
             for arm in ARMS:
                 command = [sys.executable, __file__, "--arm", arm, "--target", target, "--drafter", args.drafter]
                 command += ["--prompt_tokens", str(args.prompt_tokens)]
-                output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 peaks[arm].append(int(output.split()[-1]))
         medians = {arm: statistics.median(values) / 2**20 for arm, values in peaks.items()}
         spread = max(max(values) - min(values) for values in peaks.values()) / 2**20

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 from train import ScriptArguments, read_conversations
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from dlite_hf import DLiteConfig, DLiteForDrafting, DLiteTrainer, DLiteTrainingArguments
@@ -35,6 +41,22 @@ class StoreArguments:
     drafter: str | None = field(default=None, metadata={"help": "A drafter to go on with, instead of a new one."})
     target_name: str | None = field(default=None, metadata={"help": "The target's name in the configuration."})
     target_quantization: str | None = field(default=None, metadata={"help": "How the target's weights were made."})
+
+
+def load_store(
+    file: Path,
+    conversation_files: list[str],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DLiteConfig,
+    max_length: int,
+) -> dict[str, torch.Tensor]:
+    """The store in `file`, written from the conversations first where it does not exist."""
+    if not file.exists():
+        conversations = read_conversations(conversation_files)
+        samples = tokenize_conversations(conversations, tokenizer, [tokenizer.eos_token_id], max_length)
+        write_store(target, samples, config, file)
+    return torch.load(file, mmap=True)
 
 
 @torch.no_grad()
@@ -138,12 +160,7 @@ def main() -> None:
         drafter = DLiteForDrafting.from_pretrained(store_args.drafter, dtype=torch.float32)
     if script_args.attn_implementation is not None:
         drafter.set_attn_implementation(script_args.attn_implementation)
-    if not store_args.store.exists():
-        samples = tokenize_conversations(
-            read_conversations(script_args.train_files), tokenizer, [tokenizer.eos_token_id], args.max_length
-        )
-        write_store(target, samples, drafter.config, store_args.store)
-    store = torch.load(store_args.store, mmap=True)
+    store = load_store(store_args.store, script_args.train_files, target, tokenizer, drafter.config, args.max_length)
     anchors = StoredAnchors(store)
     trainer = StoredTrainer(
         drafter, target, args, train_dataset=anchors, processing_class=tokenizer, data_collator=anchors.collate
