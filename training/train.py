@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from dlite_hf import DLiteForDrafting
@@ -44,12 +50,10 @@ def read_conversations(files: Iterable[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
 
 
-def main() -> None:
-    script_args, args = HfArgumentParser((ScriptArguments, DLiteTrainingArguments)).parse_args_into_dataclasses()
-    logging.set_verbosity_info()
-    target = AutoModelForCausalLM.from_pretrained(script_args.target, dtype=script_args.target_dtype)
-    tokenizer = AutoTokenizer.from_pretrained(script_args.target)
-    torch.manual_seed(args.seed)
+def new_drafter(
+    script_args: ScriptArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **overrides: Any
+) -> DLiteForDrafting:
+    """The drafter that the arguments ask for, before its training."""
     drafter = DLiteForDrafting.from_target(
         target,
         tokenizer,
@@ -57,9 +61,20 @@ def main() -> None:
         sequential_rank=script_args.sequential_rank,
         mask_token_id=script_args.mask_token_id,
         target_layer_ids=script_args.target_layer_ids,
+        **overrides,
     )
     if script_args.attn_implementation is not None:
         drafter.set_attn_implementation(script_args.attn_implementation)
+    return drafter
+
+
+def main() -> None:
+    script_args, args = HfArgumentParser((ScriptArguments, DLiteTrainingArguments)).parse_args_into_dataclasses()
+    logging.set_verbosity_info()
+    target = AutoModelForCausalLM.from_pretrained(script_args.target, dtype=script_args.target_dtype)
+    tokenizer = AutoTokenizer.from_pretrained(script_args.target)
+    torch.manual_seed(args.seed)
+    drafter = new_drafter(script_args, target, tokenizer)
     trainer = DLiteTrainer(
         drafter,
         target,

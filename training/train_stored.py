@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from train import ScriptArguments, read_conversations
+from train import ScriptArguments, new_drafter, read_conversations
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dlite_hf import DLiteConfig, DLiteForDrafting, DLiteTrainer, DLiteTrainingArguments
+from dlite_hf import DLiteConfig, DLiteTrainer, DLiteTrainingArguments
 from dlite_hf.data import sample_blocks, tokenize_conversations
 from dlite_hf.target import capture_hidden_states, gather_features
 
@@ -38,7 +38,6 @@ logger = logging.get_logger("dlite_hf.train")
 @dataclass
 class StoreArguments:
     store: Path = field(metadata={"help": "File that holds the hidden states; written if it does not exist."})
-    drafter: str | None = field(default=None, metadata={"help": "A drafter to go on with, instead of a new one."})
     target_name: str | None = field(default=None, metadata={"help": "The target's name in the configuration."})
     target_quantization: str | None = field(default=None, metadata={"help": "How the target's weights were made."})
 
@@ -146,20 +145,13 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(script_args.target, dtype=script_args.target_dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(script_args.target)
     torch.manual_seed(args.seed)
-    drafter = DLiteForDrafting.from_target(
+    drafter = new_drafter(
+        script_args,
         target,
         tokenizer,
-        num_hidden_layers=script_args.num_hidden_layers,
-        sequential_rank=script_args.sequential_rank,
-        mask_token_id=script_args.mask_token_id,
-        target_layer_ids=script_args.target_layer_ids,
         target_name_or_path=store_args.target_name,
         target_quantization=store_args.target_quantization,
     )
-    if store_args.drafter is not None:
-        drafter = DLiteForDrafting.from_pretrained(store_args.drafter, dtype=torch.float32)
-    if script_args.attn_implementation is not None:
-        drafter.set_attn_implementation(script_args.attn_implementation)
     store = load_store(store_args.store, script_args.train_files, target, tokenizer, drafter.config, args.max_length)
     anchors = StoredAnchors(store)
     trainer = StoredTrainer(
