@@ -279,8 +279,9 @@ class DLiteForDrafting(PreTrainedModel):
         Returns:
             The drafted ids `[N, K]` and the logits `[N, K, V]` that they were drawn from.
         """
-        hidden_states = self(context_features, inputs_embeds, previous_token_ids).last_hidden_state
         head = self.sequential_head
+        hidden_states = self(context_features, inputs_embeds, previous_token_ids).last_hidden_state
+        hidden_states = hidden_states.to(self.dtype)  # mixed-precision training leaves a forward that returns fp32
         state, token_ids = head.first_state(previous_token_ids), previous_token_ids[:, -1]
         drafted = previous_token_ids[:, :0]
         logits = []
