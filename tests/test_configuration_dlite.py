@@ -8,10 +8,12 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     BitsAndBytesConfig,
+    BloomConfig,
     Gemma3Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MptConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -314,3 +316,18 @@ def test_round_trip(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["model_type"] == "dlite" and saved["target_layer_ids"] == config.target_layer_ids
     assert saved["num_draft_tokens"] == 4 and saved["anchor_group_size"] == 2 and saved["mask_token_id"] == 96
+
+
+@pytest.mark.parametrize(
+    "config", [BloomConfig(hidden_size=64, n_layer=4, n_head=4), MptConfig(d_model=64, n_layers=4, n_heads=4)]
+)
+def test_from_a_target_that_lacks_fields(config):
+    drafter_config = DLiteConfig.from_target(config, mask_token_id=0)
+    assert drafter_config.hidden_size == 64 and drafter_config.num_target_layers == 4
+    assert drafter_config.num_attention_heads * drafter_config.head_dim == 64
+
+
+def test_from_a_target_with_one_value_a_layer():
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4)
+    object.__setattr__(config, "intermediate_size", [96, 96, 128, 128])  # Llama itself takes none
+    assert DLiteConfig.from_target(config, mask_token_id=0).intermediate_size == 256

@@ -9,7 +9,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from transformers.utils.logging import warning_once
 
 from dlite_hf import DLiteForDrafting
-from dlite_hf.target import capture_hidden_states, check_compatible, decoder_layers, embed_tokens, gather_features
+from dlite_hf.target import capture_hidden_states, check_compatible, embed_tokens, gather_features, text_decoder
 
 from .targets import ARCHITECTURES, make_drafter, make_inputs, make_target
 
@@ -151,16 +151,16 @@ def test_embed_tokens_are_the_targets_rows(target):
 
 def test_a_decoder_without_a_list_of_layers_is_refused():
     target = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2))
-    assert len(decoder_layers(target)) == 2
+    assert len(text_decoder(target)[1]) == 2
     target.config.num_hidden_layers = 3
     with pytest.raises(ValueError, match="MambaModel has 0 lists of 3 layers"):
-        decoder_layers(target)
+        text_decoder(target)
 
 
 def test_two_lists_of_layers_are_refused(target):
     target.model.twins = torch.nn.ModuleList(torch.nn.Identity() for _ in range(5))
     with pytest.raises(ValueError, match="LlamaModel has 2 lists of 5 layers"):
-        decoder_layers(target)
+        text_decoder(target)
 
 
 @pytest.mark.parametrize(
@@ -200,3 +200,36 @@ def test_a_copy_or_an_unnamed_target_does_not_warn(target, caplog, trained_for, 
     config.target_name_or_path, target.config.name_or_path = trained_for, name
     check_compatible(target, config)
     assert not caplog.records
+
+
+def test_a_decoder_inside_a_model_is_found(target):
+    class Around(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = target.model
+
+    around = Around()
+    target.get_decoder = lambda: around
+    decoder, layers = text_decoder(target)
+    assert decoder is target.model and layers is target.model.layers
+
+
+def test_layers_of_other_shapes_are_refused():
+    states = (None, torch.zeros(1, 3, 4), torch.zeros(2, 1, 3, 4))
+    with pytest.raises(ValueError, match=r"\(1, 3, 4\), \(2, 1, 3, 4\)"):
+        gather_features(states, [0, 1], slice(-1, None))
+
+
+@pytest.mark.parametrize(
+    "name", ["org/made-for", "/folder/made-for", "/cache/models--org--made-for/snapshots/0123abcd", ".", ""]
+)
+def test_the_same_name_elsewhere_brings_no_warning(target, name, caplog):
+    warning_once.cache_clear()
+    drafter = make_drafter(target)
+    drafter.config.target_name_or_path = "org/made-for"
+    target.config.name_or_path = name
+    check_compatible(target, drafter.config)
+    assert not caplog.records
+    target.config.name_or_path = "org/another"
+    check_compatible(target, drafter.config)
+    assert len(caplog.records) == 1

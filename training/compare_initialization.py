@@ -19,7 +19,7 @@ from train_stored import StoredAnchors, StoredTrainer, load_store
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel
 
 from dlite_hf import DLiteConfig, DLiteForDrafting, DLiteTrainingArguments, speculation_statistics
-from dlite_hf.target import decoder_layers
+from dlite_hf.target import text_decoder
 
 
 @dataclass
@@ -41,7 +41,8 @@ def target_head(target: PreTrainedModel, config: DLiteConfig) -> DLiteForDraftin
 def target_head_and_layers(target: PreTrainedModel, config: DLiteConfig) -> DLiteForDrafting:
     """Copies the target's last decoder layers as well; what they lack, the head norms, stays as it is."""
     drafter = target_head(target, config)
-    for layer, target_layer in zip(drafter.layers, decoder_layers(target)[-len(drafter.layers) :], strict=True):
+    _, target_layers = text_decoder(target)
+    for layer, target_layer in zip(drafter.layers, target_layers[-len(drafter.layers) :], strict=True):
         layer.load_state_dict(target_layer.state_dict(), strict=False)
     return drafter
 

@@ -164,20 +164,21 @@ class DLiteConfig(PreTrainedConfig):
             raise TypeError(f"{unknown} are not fields of `DLiteConfig`; see its documentation for those that are.")
         text_config = target_config.get_text_config(decoder=True)
         num_layers, hidden_size = text_config.num_hidden_layers, text_config.hidden_size
-        num_heads = text_config.num_attention_heads
+        # A target may lack a field, or hold one value a layer: what follows from its sizes serves a drafter as well.
+        num_heads = _size(text_config, "num_attention_heads", max(1, hidden_size // 64))
         num_tapped = _PAPER_NUM_TAPPED.get(
             (text_config.model_type, num_layers, hidden_size), max(2, round(num_layers / 3))
         )
         fields: dict[str, Any] = {
             "vocab_size": text_config.vocab_size,
             "hidden_size": hidden_size,
-            "intermediate_size": getattr(text_config, "intermediate_size", None) or 4 * hidden_size,
+            "intermediate_size": _size(text_config, "intermediate_size", 4 * hidden_size),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or num_heads,
-            "head_dim": getattr(text_config, "head_dim", None) or hidden_size // num_heads,
+            "num_key_value_heads": _size(text_config, "num_key_value_heads", num_heads),
+            "head_dim": _size(text_config, "head_dim", hidden_size // num_heads),
             "rms_norm_eps": getattr(text_config, "rms_norm_eps", None) or cls.rms_norm_eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(text_config)},
-            "max_position_embeddings": text_config.max_position_embeddings,
+            "max_position_embeddings": _size(text_config, "max_position_embeddings", cls.max_position_embeddings),
             "sequential_rank": max(8, 8 * round(hidden_size / 64)),
             "num_target_layers": num_layers,
             "target_model_type": text_config.model_type,
@@ -201,6 +202,14 @@ class DLiteConfig(PreTrainedConfig):
         if "dlite_config" in config_dict:
             config_dict = _from_authors_config(config_dict)
         return config_dict, kwargs
+
+
+def _size(text_config: PreTrainedConfig, name: str, default: int) -> int:
+    try:
+        value = getattr(text_config, name, None)
+    except RuntimeError:  # a heterogeneous configuration does not name one value for all layers
+        return default
+    return value if isinstance(value, int) and value > 0 else default
 
 
 def _rope_theta(text_config: PreTrainedConfig) -> float:

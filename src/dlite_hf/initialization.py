@@ -1,11 +1,13 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """First weights of a drafter, taken from its target."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from .target import text_decoder
 
 
 if TYPE_CHECKING:
@@ -41,11 +43,11 @@ def copy_from_target(drafter: "DLiteForDrafting", target: PreTrainedModel) -> No
 
 def _final_norm_gain(target: PreTrainedModel, hidden_size: int) -> torch.Tensor | None:
     """What the decoder's final norm multiplies with `[H]`, measured on it, since Gemma's stores the gain minus one."""
-    children = [child for child in target.get_decoder().children() if not isinstance(child, nn.Embedding)]
+    children = [child for child in text_decoder(target)[0].children() if not isinstance(child, nn.Embedding)]
     norms = [child for child in children if getattr(getattr(child, "weight", None), "shape", None) == (hidden_size,)]
     if len(norms) != 1:
         return None
     # Mean zero and mean square one: an RMSNorm and a LayerNorm both return gain * signs + bias.
-    signs = torch.ones(hidden_size, device=norms[0].weight.device, dtype=norms[0].weight.dtype)
+    signs = torch.ones_like(cast(torch.Tensor, norms[0].weight))
     signs[1::2] = -1
     return (norms[0](signs) - norms[0](-signs)) / 2 * signs

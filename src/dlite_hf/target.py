@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from pathlib import PurePosixPath
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def capture_hidden_states(
     Raises:
         ValueError: if the layers of the target's decoder cannot be found.
     """
-    decoder, layers = target.get_decoder(), decoder_layers(target)
+    decoder, layers = text_decoder(target)
     capture = HiddenStatesCapture(len(layers), num_rows)
 
     def keep_output_of(layer_id: int) -> Any:
@@ -90,35 +90,53 @@ def gather_features(
     """Features `[N, rows, S, H]` out of `hidden_states` as Transformers or a capture lays them out.
 
     Returns `None` where a layer is missing, as under a compiled target that runs without the hooks.
+
+    Raises:
+        ValueError: if the layers do not all put out `[N, T, H]`.
     """
     selected = [states for i in layer_ids if hidden_states and (states := hidden_states[i + 1]) is not None]
     if len(selected) < len(layer_ids):
         return None
+    shapes = {tuple(states.shape) for states in selected}
+    if len(shapes) > 1 or selected[-1].ndim != 3:
+        raise ValueError(
+            f"The target's layers {list(layer_ids)} put out the shapes {sorted(shapes)}, but DLite reads one shape, "
+            "`[N, T, H]`; choose other `target_layer_ids`."
+        )
     device = selected[-1].device
     return torch.stack([states[:, rows].to(device) for states in selected], dim=2)
 
 
-def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
-    """The layers of the target's text decoder, found by their number.
+def text_decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
+    """The target's text decoder and its layers, found by their number.
 
     Raises:
-        ValueError: unless exactly one `ModuleList` of the decoder has as many members as the target has layers.
+        ValueError: unless the decoder, or else one module in it, holds one list of as many layers as the target has.
     """
     decoder = target.get_decoder()
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == num_layers]
-    if len(lists) != 1:
+
+    def lists_of(module: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
+        children = module.children()
+        return [(module, each) for each in children if isinstance(each, nn.ModuleList) and len(each) == num_layers]
+
+    # Most decoders hold their layers themselves; what `get_decoder` calls one may also be a model around it.
+    found = lists_of(decoder) or [pair for module in decoder.modules() for pair in lists_of(module)]
+    if len(found) != 1:
         raise ValueError(
-            f"{type(decoder).__name__} has {len(lists)} lists of {num_layers} layers, but DLite reads one."
+            f"{type(decoder).__name__} has {len(found)} lists of {num_layers} layers, but DLite reads one list; "
+            "generate without `assistant_model`."
         )
-    return lists[0]
+    return found[0]
 
 
 def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """The target's own input embeddings `[..., H]` of `token_ids`, never trained here."""
     with torch.no_grad():
         embedding = target.get_input_embeddings()
-        return embedding(token_ids.to(embedding.weight.device))
+        if not embedding.weight.is_meta:  # an offloaded embedding moves its inputs itself
+            token_ids = token_ids.to(embedding.weight.device)
+        return embedding(token_ids)
 
 
 def check_compatible(target: PreTrainedModel, config: DLiteConfig) -> None:
@@ -138,9 +156,18 @@ def check_compatible(target: PreTrainedModel, config: DLiteConfig) -> None:
                 f"The drafter was made for a target with {name} {expected}, but {type(target).__name__} has {actual}; "
                 "load the drafter of this target, or make one with `DLiteForDrafting.from_target`."
             )
-    trained_for, name = config.target_name_or_path, target.config.name_or_path
-    if trained_for and name and PurePosixPath(trained_for).name != PurePosixPath(name).name:
+    trained_for, name = _model_name(config.target_name_or_path), _model_name(target.config.name_or_path)
+    if trained_for and name and trained_for != name:
         logger.warning_once(
-            f"The drafter was trained for {trained_for}, but the target is {name}: the output stays the target's own, "
-            "though fewer tokens may be accepted."
+            f"The drafter was trained for {config.target_name_or_path}, but the target is "
+            f"{target.config.name_or_path}: the output stays the target's own, though fewer tokens may be accepted."
         )
+
+
+def _model_name(name_or_path: str | None) -> str:
+    """The last part of a Hub id or a folder, that of the Hub's cache included; empty where there is none."""
+    parts = PurePath(name_or_path or "").parts
+    cached = [part.split("--")[-1] for part in parts if part.startswith("models--")]
+    if cached:
+        return cached[0]
+    return parts[-1] if parts else ""

@@ -178,6 +178,7 @@ def test_a_users_cache_that_cannot_roll_back_is_refused(target, drafter):
     cache.layers[2] = NoWayBack()
     with pytest.raises(ValueError, match=r"dropped from the layers \['NoWayBack'\]"):
         target.generate(**make_inputs(target, 5), assistant_model=drafter, cache=cache, max_new_tokens=4)
+    assert cache.get_seq_length() == 0  # it still serves plain generation
 
 
 KNOBS = {

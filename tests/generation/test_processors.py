@@ -213,9 +213,41 @@ class FunctionAttributeProcessor(LogitsProcessor):
         return forbid_half(scores, self.function.num_calls)
 
 
+class BuiltinMethodProcessor(LogitsProcessor):
+    def __init__(self):
+        self.log = [].append
+
+    def __call__(self, input_ids, scores):
+        self.log(None)
+        return forbid_half(scores, len(self.log.__self__))
+
+
+class DefaultArgumentProcessor(LogitsProcessor):
+    def __init__(self):
+        def count(calls=[]):  # noqa: B006
+            calls.append(None)
+            return len(calls)
+
+        self.count = count
+
+    def __call__(self, input_ids, scores):
+        return forbid_half(scores, self.count())
+
+
+class LargeProcessor(LogitsProcessor):
+    def __init__(self):
+        self.rules = [[i] for i in range(6000)]
+
+    def __call__(self, input_ids, scores):
+        return forbid_half(scores, len(self.rules) + input_ids.shape[1])
+
+
 @pytest.mark.parametrize(
     ("make_processor", "name"),
     [
+        (BuiltinMethodProcessor, "BuiltinMethodProcessor"),
+        (DefaultArgumentProcessor, "DefaultArgumentProcessor"),
+        (LargeProcessor, "LargeProcessor"),
         (LockingProcessor, "LockingProcessor"),
         (ClosureProcessor, "ClosureProcessor"),
         (NestedClosureProcessor, "NestedClosureProcessor"),
@@ -272,3 +304,38 @@ def test_a_processor_may_refuse_drafts(target, inputs, caplog):
     assert torch.equal(output, plain)
     assert 0 < sum(statistics.accepted_per_position) < statistics.num_drafted_tokens
     assert sum("refuses a draft" in record.getMessage() for record in caplog.records) == 1
+
+
+class ClosedGrammar(LogitsProcessor):
+    """Allows nothing behind the end of the sequence, which it makes likely."""
+
+    def __init__(self, eos_token_id, prompt_length):
+        self.eos_token_id, self.prompt_length = eos_token_id, prompt_length
+
+    def __call__(self, input_ids, scores):
+        if (input_ids[:, self.prompt_length :] == self.eos_token_id).any():
+            return torch.full_like(scores, float("-inf"))
+        scores = scores.clone()
+        scores[:, self.eos_token_id] += 8
+        return scores
+
+
+def test_sampling_survives_a_grammar_that_ends(target, inputs):
+    drafter = make_drafter(target, num_draft_tokens=K)
+    num_drafted = 0
+    for seed in range(6):
+        torch.manual_seed(seed)
+        output, statistics = generate_with_statistics(
+            target,
+            drafter,
+            **inputs,
+            do_sample=True,
+            temperature=3.0,
+            eos_token_id=7,
+            max_new_tokens=30,
+            logits_processor=[ClosedGrammar(7, PROMPT_LENGTH)],
+        )
+        generated = output[0, PROMPT_LENGTH:].tolist()
+        assert 7 not in generated[:-1]
+        num_drafted += statistics.num_drafted_tokens
+    assert num_drafted > 0

@@ -3,7 +3,8 @@
 
 import copy
 import gc
-from types import FunctionType, ModuleType
+import weakref
+from types import BuiltinMethodType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from ..target import embed_tokens, gather_features
 
 
 logger = logging.get_logger(__name__)
+
+# A deep copy of more objects would cost milliseconds in every round.
+_MOST_OBJECTS_COPIED = 5000
 
 
 class DLiteCandidateGenerator(CandidateGenerator):
@@ -111,13 +115,15 @@ class DLiteCandidateGenerator(CandidateGenerator):
                 scores = logits_processor(torch.cat([input_ids, drafted], dim=1), logits.to(torch.float32, copy=True))
             except Exception as error:  # a processor may refuse a prefix that the target would never write
                 logger.warning_once(
-                    f"A logits processor refuses a draft ({error!r}), so drafting goes without processors; the output "
-                    "is the same, though fewer tokens may be accepted."
+                    f"A logits processor refuses a draft ({type(error).__name__}), so drafting goes without any; the "
+                    "output is the same, though fewer tokens may be accepted."
                 )
                 self.logits_processor = LogitsProcessorList()
                 logits_processor.clear()
                 scores = logits.float()
             if self.do_sample:
+                # Where a processor allows nothing behind a draft, or a narrow dtype overflows, any draw is as good.
+                scores = scores.masked_fill(scores.softmax(dim=-1).isnan().any(dim=-1, keepdim=True), 0.0)
                 return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1), scores
             return scores.argmax(dim=-1), scores
 
@@ -140,8 +146,11 @@ def _copyable(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
 
 
 def _can_be_copied(processor: LogitsProcessor) -> bool:
-    """Whether a deep copy shares no state with the original. What a function closes over would be shared, at whatever
-    depth the function is held, since `deepcopy` returns functions as they are; and a model is too large to copy."""
+    """Whether a deep copy is cheap enough for every round and shares no state with the original.
+
+    `deepcopy` returns functions, weak references and methods of built-in objects as they are, at whatever depth they
+    are held, so what these refer to would be shared. State outside the object, such as a global, cannot be seen.
+    """
     pending: list[Any] = [processor]
     seen: set[int] = set()
     while pending:
@@ -149,15 +158,19 @@ def _can_be_copied(processor: LogitsProcessor) -> bool:
         if id(value) in seen or isinstance(value, type | ModuleType):
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
+        if len(seen) > _MOST_OBJECTS_COPIED or isinstance(value, nn.Module | weakref.ref):
             return False
         if isinstance(value, FunctionType):
-            if value.__closure__ or vars(value):
+            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            if value.__closure__ or vars(value) or any(isinstance(each, list | dict | set) for each in defaults):
+                return False
+        elif isinstance(value, BuiltinMethodType):
+            if not (value.__self__ is None or isinstance(value.__self__, ModuleType)):
                 return False
         else:
             pending.extend(gc.get_referents(value))
     try:
-        copy.deepcopy(processor)
+        copied = copy.deepcopy(processor)
     except Exception:  # whatever a user's class raises, it means the same
         return False
-    return True
+    return copied is not processor or isinstance(processor, FunctionType)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
@@ -51,6 +52,7 @@ def speculative_decoding(
     statistics = running_statistics()
     sequence = _Sequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
 
+    _check_croppable(steps.cache, is_prefilled=False)
     outputs, draft_inputs = steps.prefill(input_ids)
     _check_croppable(steps.cache)
     sequence.records.add_prefill(outputs)
@@ -203,11 +205,16 @@ def speculative_sample(
     return torch.where(accepted, draft_ids, replacements), accepted
 
 
-def _check_croppable(cache: Cache) -> None:
-    if not cache.is_croppable:
-        layers = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+def _check_croppable(cache: Cache, is_prefilled: bool = True) -> None:
+    """Refuses a cache that cannot be rolled back; layers that only know after a prefill are asked then."""
+    layers = {
+        type(layer).__name__
+        for layer in cache.layers
+        if not layer.is_croppable and (is_prefilled or not isinstance(layer, LinearAttentionCacheLayerMixin))
+    }
+    if layers:
         raise ValueError(
-            f"Rejected tokens cannot be dropped from the layers {layers} of this cache; generate without "
+            f"Rejected tokens cannot be dropped from the layers {sorted(layers)} of this cache; generate without "
             "`assistant_model`, or with a cache that can be cropped, such as `DynamicCache`."
         )
 

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput, logging
 
 from ..modeling_dlite import DLiteForDrafting
-from ..target import capture_hidden_states, check_compatible, decoder_layers
+from ..target import capture_hidden_states, check_compatible, text_decoder
 from .candidate_generator import DLiteCandidateGenerator
 from .decoding import speculative_decoding
 
@@ -44,6 +44,7 @@ _RIVAL_OPTIONS = (
     "assistant_early_exit",
     "speculation_type",
     "assistant_ensemble_weight",
+    "dola_layers",
 )
 _IGNORED_OPTIONS = (
     "num_assistant_tokens_schedule",
@@ -168,7 +169,8 @@ def _check_call(
     if generation_config.use_cache is False:
         raise ValueError("`use_cache=False` leaves no cache to verify a draft on; drop it or `assistant_model`.")
     check_compatible(model, drafter.config)
-    decoder_layers(model)
+    text_decoder(model)
+    _num_draft_tokens(drafter, generation_config)
 
     defaults = GenerationConfig._get_default_generation_params()
     for name in _IGNORED_OPTIONS:
