@@ -24,6 +24,7 @@ from dlite_hf.generation.integration import TargetSteps
 
 
 ARMS = ("plain", "drafted", "native")
+LIMIT = 32  # MiB that drafting may add to a plain call, its weights aside
 SLIDING = "sliding"
 
 
@@ -90,7 +91,8 @@ def main() -> None:
         name = "a sliding-window target" if target == SLIDING else target
         print(f"{name}, prompt of {args.prompt_tokens} tokens, peak MiB, median of 3 (largest spread {spread:.1f}):")
         for arm in ARMS:
-            print(f"  {arm:8s} {medians[arm]:8.1f}  over plain {medians[arm] - medians['plain']:+7.1f}")
+            added = medians[arm] - medians["plain"]
+            print(f"  {arm:8s} {medians[arm]:8.1f}  over plain {added:+7.1f}  {'ok' if added <= LIMIT else 'too much'}")
 
 
 if __name__ == "__main__":

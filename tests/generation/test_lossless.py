@@ -72,6 +72,15 @@ def test_every_architecture(architecture, num_draft_tokens, num_right):
     check_lossless(make_target(architecture), num_draft_tokens, num_right, (1, 5, 20, 33), 32)
 
 
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3"])
+def test_sliding_windows(architecture, attn_implementation):
+    target = make_target(architecture)
+    target.set_attn_implementation(attn_implementation)
+    for num_right in (None, 3):
+        check_lossless(target, 7, num_right, (20,), 40)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_features_are_those_of_a_forward_from_scratch(architecture):
     # In double, where these random targets do not amplify rounding: a wrong row or norm is off by far more.
