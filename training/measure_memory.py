@@ -92,7 +92,8 @@ def main() -> None:
         print(f"{name}, prompt of {args.prompt_tokens} tokens, peak MiB, median of 3 (largest spread {spread:.1f}):")
         for arm in ARMS:
             added = medians[arm] - medians["plain"]
-            print(f"  {arm:8s} {medians[arm]:8.1f}  over plain {added:+7.1f}  {'ok' if added <= LIMIT else 'too much'}")
+            verdict = "ok" if added <= LIMIT else "too much"
+            print(f"  {arm:8s} {medians[arm]:8.1f}  over plain {added:+7.1f}  {verdict}")
 
 
 if __name__ == "__main__":
