@@ -26,6 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from dlite_hf import DLiteForDrafting, speculation_statistics
 
 
+ARMS = ("plain", "drafted")
+
+
 def read_prompts(folder: Path, num_per_file: int) -> list[tuple[str, str, str]]:
     """(set, id, first user text) of the first prompts of every file."""
     prompts = []
@@ -103,7 +106,8 @@ def main() -> None:
             "set": name,
             "id": prompt_id,
             "prompt_tokens": inputs["input_ids"].shape[1],
-            "new_tokens": len(plain),
+            "plain_tokens": len(plain),
+            "drafted_tokens": len(drafted),
             "identical": plain == drafted,
             "rounds": stats.num_rounds,
             "emitted": stats.num_emitted_tokens,
@@ -138,12 +142,17 @@ def summarize(rows: list[dict[str, Any]], dtype: str) -> None:
     for name in [*sorted({row["set"] for row in rows}), "all"]:
         part = [row for row in rows if name in (row["set"], "all")]
         tau = sum(row["emitted"] for row in part) / max(sum(row["rounds"] for row in part), 1)
-        speedup = statistics.median(row["plain_seconds"] / row["drafted_seconds"] for row in part)
-        new_tokens = sum(row["new_tokens"] for row in part)
+        # Outputs that part may end at different lengths, so speeds are a token's.
+        speed = {
+            arm: sum(row[f"{arm}_tokens"] for row in part) / sum(row[f"{arm}_seconds"] for row in part) for arm in ARMS
+        }
+        speedup = statistics.median(
+            row["drafted_tokens"] / row["drafted_seconds"] * row["plain_seconds"] / row["plain_tokens"] for row in part
+        )
         print(
             f"{name:14s} {len(part):3d} prompts, {sum(row['identical'] for row in part):3d} identical, tau {tau:.2f}, "
-            f"plain {new_tokens / sum(row['plain_seconds'] for row in part):.1f} tokens/s, drafted "
-            f"{new_tokens / sum(row['drafted_seconds'] for row in part):.1f} tokens/s, median speedup {speedup:.2f}x"
+            f"plain {speed['plain']:.1f} tokens/s, drafted {speed['drafted']:.1f} tokens/s, "
+            f"median speedup {speedup:.2f}x"
         )
     if dtype != "float32":
         print(
