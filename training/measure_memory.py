@@ -28,17 +28,19 @@ LIMIT = 32  # MiB that drafting may add to a plain call, its weights aside
 SLIDING = "sliding"
 
 
-def load(target: str, drafter: str) -> tuple[PreTrainedModel, DLiteForDrafting]:
+def load(target: str, drafter_folder: str) -> tuple[PreTrainedModel, DLiteForDrafting]:
     if target != SLIDING:
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
-        return model, DLiteForDrafting.from_pretrained(drafter, dtype=torch.bfloat16)
+        return model, DLiteForDrafting.from_pretrained(drafter_folder, dtype=torch.bfloat16)
     torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
     config = MistralConfig(**sizes, vocab_size=512, num_key_value_heads=8, sliding_window=64, eos_token_id=None)
     model = MistralForCausalLM(config).eval()
-    return model, DLiteForDrafting.from_target(
-        model, mask_token_id=0, num_hidden_layers=2, target_layer_ids=[0, 2, 5, 7]
+    # All layers tapped, so that capturing the whole prompt natively shows.
+    drafter = DLiteForDrafting.from_target(
+        model, mask_token_id=0, num_hidden_layers=2, target_layer_ids=list(range(8))
     )
+    return model, drafter
 
 
 def peak_memory() -> int:
