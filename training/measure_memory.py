@@ -9,6 +9,7 @@ drafter's weights are loaded in every arm, so that they cancel out.
 """
 
 import argparse
+import os
 import re
 import statistics
 import subprocess
@@ -86,7 +87,8 @@ def main() -> None:
             for arm in ARMS:
                 command = [sys.executable, __file__, "--arm", arm, "--target", target, "--drafter", args.drafter]
                 command += ["--prompt_tokens", str(args.prompt_tokens)]
-                output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads' arenas blur the peak
+                output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
                 peaks[arm].append(int(output.split()[-1]))
         medians = {arm: statistics.median(values) / 2**20 for arm, values in peaks.items()}
         spread = max(max(values) - min(values) for values in peaks.values()) / 2**20
