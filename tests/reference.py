@@ -56,15 +56,30 @@ def attention(weights, name, config, queries_from, query_positions, keys_from, k
     return outputs
 
 
-def backbone(weights, config, features, embeddings, group_size):
-    """h_1..h_K from the pivot's hidden states [S, H] and the embeddings [G + K, H] of real tokens and placeholders."""
+def backbone(weights, config, features, embeddings, group_size, history=None):
+    """h_1..h_K from the pivot's hidden states [S, H] and the embeddings [G + K, H] of real tokens and placeholders.
+
+    `history` is a sequence's hidden states [T, M, H] and the anchor's position in it, for a drafter with a window.
+    """
     eps = config.rms_norm_eps
     context = []
-    for slot, layer_id in enumerate(config.target_layer_ids):
-        sum_ = features[slot] + weights["layer_depth_embedding.weight"][layer_id]
-        context.append(rms_norm(sum_, weights["context_norm.weight"], eps))
+    if "context_fuse.weight" in weights:
+        context.append(
+            rms_norm(linear(weights, "context_fuse", features.ravel()), weights["context_norm.weight"], eps)
+        )
+    else:
+        for slot, layer_id in enumerate(config.target_layer_ids):
+            sum_ = features[slot] + weights["layer_depth_embedding.weight"][layer_id]
+            context.append(rms_norm(sum_, weights["context_norm.weight"], eps))
     context_positions = [max(group_size - 2, 0)] * len(context)
     positions = list(range(len(embeddings)))
+    if history is not None:
+        history_features, anchor = history
+        window = range(max(0, anchor - config.history_window), anchor - 1)
+        fused = [linear(weights, "history_fuse", history_features[t].ravel()) for t in window]
+        context_positions = [*window, *[anchor - 1] * len(context)]
+        context = [rms_norm(slot, weights["history_norm.weight"], eps) for slot in fused] + context
+        positions = [anchor - group_size + 1 + n for n in range(len(embeddings))]
 
     states = list(embeddings)
     for i in range(config.num_hidden_layers):
@@ -105,11 +120,17 @@ def sequential_head(weights, hidden_states, previous_tokens, forced_tokens=None)
     return np.array(head_states), np.array(all_logits), np.array(drafted)
 
 
-def reference(weights, config, context_features, inputs_embeds, previous_token_ids, draft_token_ids=None):
-    """(last hidden state, head states, logits, drafted ids) of a batch; `weights` and the rest are NumPy arrays."""
+def reference(
+    weights, config, context_features, inputs_embeds, previous_token_ids, draft_token_ids=None, history=None
+):
+    """(last hidden state, head states, logits, drafted ids) of a batch; `weights` and the rest are NumPy arrays.
+
+    `history` has one pair for every sample, see `backbone`.
+    """
     results = []
     for n, previous_tokens in enumerate(previous_token_ids):
-        hidden_states = backbone(weights, config, context_features[n], inputs_embeds[n], len(previous_tokens))
+        own = None if history is None else history[n]
+        hidden_states = backbone(weights, config, context_features[n], inputs_embeds[n], len(previous_tokens), own)
         forced_tokens = None if draft_token_ids is None else draft_token_ids[n]
         results.append((hidden_states, *sequential_head(weights, hidden_states, previous_tokens, forced_tokens)))
     return tuple(np.stack(parts) for parts in zip(*results, strict=True))

@@ -28,7 +28,15 @@ class ReplayDrafter(DLiteForDrafting):
         self.pivots: list[int] = []
         self.errors: list[float] = []
 
-    def draft(self, context_features, inputs_embeds, previous_token_ids, num_draft_tokens=None, sampler=None):  # noqa: ANN001, ANN201
+    def draft(
+        self,
+        context_features,
+        inputs_embeds,
+        previous_token_ids,
+        num_draft_tokens=None,
+        sampler=None,
+        history=None,
+    ):
         # Hidden states of these random targets reach hundreds: 1e-5 is meant of each layer's largest.
         distances = ((self.reference - context_features).abs() / self.scale).amax(dim=(1, 2))
         last = self.pivots[-1] if self.pivots else -1

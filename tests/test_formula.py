@@ -256,7 +256,7 @@ def test_authors_checkpoint_keeps_its_dtype(dtype_name, tmp_path):
 @pytest.mark.parametrize(
     ("version", "dlite", "message"),
     [
-        ("dlite_v2", {"model_role": "swa_teacher", "swa_window_size": 512}, "'swa_teacher'.*'pivot_q_student'"),
+        ("dlite_v2", {"model_role": "eagle"}, "'eagle'.*'pivot_q_student'.*'swa_teacher'"),
         ("dlite_v3", {}, "'dlite_v3'.*'dlite_v1' and 'dlite_v2'"),
         ("dlite_v1", {"sequential_head": "gru"}, "'gru'.*'rnn'"),
     ],

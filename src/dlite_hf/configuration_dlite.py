@@ -59,6 +59,13 @@ class DLiteConfig(PreTrainedConfig):
         anchor_group_size (`int`): how many of the last real tokens are queries, G, 1 or 2.
         sequential_rank (`int`): rank of the sequential head, r.
         mask_token_id (`int`): the placeholder, a row of the target's input embedding.
+        draft_vocab_size (`int`, *optional*): how many tokens the head can propose, V_d; all V by default. Which they
+            are is a buffer of the head, `draft_vocab_ids`.
+        context_fusion (`str`): `"sequence"` gives every layer read a context slot of its own; `"feature"`, the
+            paper's ablation, projects all of them to one slot.
+        history_window (`int`): W; 0 is DLite. A drafter with W >= 2 also reads the W - 1 tokens before the pivot: the
+            teacher of the warm-up stage, or the paper's ablation.
+        history_layer_ids (`list[int]`): the layers read of those tokens; the first, middle and last by default.
         num_target_layers (`int`): layers of the target, L.
         target_model_type (`str`, *optional*): `model_type` of the target's text model.
         target_name_or_path (`str`, *optional*): the target.
@@ -94,6 +101,10 @@ class DLiteConfig(PreTrainedConfig):
     anchor_group_size: int = 1
     sequential_rank: int = 320
     mask_token_id: int = _QWEN3_MASK_TOKEN_ID
+    draft_vocab_size: int | None = None
+    context_fusion: str = "sequence"
+    history_window: int = 0
+    history_layer_ids: list[int] = field(default_factory=list)
 
     num_target_layers: int = 36
     target_model_type: str | None = None
@@ -105,6 +116,9 @@ class DLiteConfig(PreTrainedConfig):
         if not self.target_layer_ids:
             num_tapped = max(2, round(self.num_target_layers / 3))
             self.target_layer_ids = evenly_spaced_layer_ids(self.num_target_layers, num_tapped)
+        if self.history_window and not self.history_layer_ids:
+            last = self.num_target_layers - 1
+            self.history_layer_ids = sorted({0, self.num_target_layers // 2, last})
         super().__post_init__(**kwargs)
         self._check()
 
@@ -137,12 +151,34 @@ class DLiteConfig(PreTrainedConfig):
                 f"`mask_token_id` is {self.mask_token_id}, but must be a row of the target's vocabulary of "
                 f"{self.vocab_size}."
             )
-        ids = self.target_layer_ids
-        if ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= self.num_target_layers:
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
-                f"`target_layer_ids` is {ids}, but must be strictly increasing ids from 0 to "
-                f"{self.num_target_layers - 1}, the last layer of the target."
+                f"`draft_vocab_size` is {self.draft_vocab_size}, but must be from 1 to the target's vocabulary of "
+                f"{self.vocab_size}."
             )
+        if self.context_fusion not in ("sequence", "feature"):
+            raise ValueError(f"`context_fusion` is {self.context_fusion!r}, but must be 'sequence' or 'feature'.")
+        if self.history_window < 0 or self.history_window == 1:
+            raise ValueError(
+                f"`history_window` is {self.history_window}, but must be 0, for no history, or at least 2, since it "
+                "counts the pivot."
+            )
+        if self.history_layer_ids and not self.history_window:
+            raise ValueError(
+                f"`history_layer_ids` is {self.history_layer_ids}, but `history_window` is 0; set it, too, or neither."
+            )
+        for name in ("target_layer_ids", "history_layer_ids"):
+            ids = getattr(self, name)
+            if ids and (ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= self.num_target_layers):
+                raise ValueError(
+                    f"`{name}` is {ids}, but must be strictly increasing ids from 0 to "
+                    f"{self.num_target_layers - 1}, the last layer of the target."
+                )
+
+    @property
+    def captured_layer_ids(self) -> list[int]:
+        """All layers whose hidden states the drafter reads, of whichever tokens."""
+        return sorted({*self.target_layer_ids, *self.history_layer_ids})
 
     @classmethod
     def from_target(
@@ -256,8 +292,8 @@ def _from_authors_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     default_group_size = {"dlite_v1": 1, "dlite_v2": 2}.get(version)
     if default_group_size is None:
         raise ValueError(f"`architecture_version` is {version!r}, but 'dlite_v1' and 'dlite_v2' are the known ones.")
-    if role != "pivot_q_student":
-        raise ValueError(f"`model_role` is {role!r}, but only 'pivot_q_student' drafts without history.")
+    if role not in ("pivot_q_student", "swa_teacher"):
+        raise ValueError(f"`model_role` is {role!r}, but 'pivot_q_student' and 'swa_teacher' are the known ones.")
     if dlite["sequential_head"] != "rnn":
         raise ValueError(f"`sequential_head` is {dlite['sequential_head']!r}, but only 'rnn' is known.")
     fields = {name: config_dict[name] for name in DLiteConfig.__dataclass_fields__ if name in config_dict}
@@ -276,6 +312,8 @@ def _from_authors_config(config_dict: dict[str, Any]) -> dict[str, Any]:
         "anchor_group_size": dlite.get("anchor_group_size", default_group_size),
         "sequential_rank": dlite["sequential_rank"],
         "mask_token_id": dlite["mask_token_id"],
+        "history_window": dlite["swa_window_size"] if role == "swa_teacher" else 0,
+        "history_layer_ids": dlite["history_layer_ids"] if role == "swa_teacher" else [],
         "target_model_type": config_dict.get("model_type"),
     }
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """PyTorch DLite model: a parallel backbone and a low-rank sequential head. Tensors in, tensors out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs
 
 from .configuration_dlite import DLiteConfig
+from .history import DLiteHistory, HistoryLayout
 from .initialization import copy_from_target
 
 
@@ -36,8 +37,8 @@ class DLiteOutput(ModelOutput):
         last_hidden_state (`torch.FloatTensor` of shape `[N, K, H]`):
             h_1..h_K, the backbone's states at the placeholders.
         head_states (`torch.FloatTensor` of shape `[N, K, r]`, *optional*, with `draft_token_ids`):
-            u_1..u_K; `drafter.sequential_head.output_proj(head_states)` are the logits `[N, K, V]`, left to the
-            caller, who can take them a few rows at a time.
+            u_1..u_K; `drafter.sequential_head.logits(head_states)` are the logits `[N, K, V]`, left to the caller, who
+            can take them a few rows at a time.
     """
 
     last_hidden_state: torch.Tensor | None = None
@@ -64,15 +65,21 @@ class DLiteAttention(Qwen3Attention):
         hidden_states: torch.Tensor,
         context_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: Any = None,
+        history_states: torch.Tensor | None = None,
+        sequence_of_row: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         query_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         key_value_states = torch.cat([context_states, hidden_states], dim=1)
-        key_shape = (*key_value_states.shape[:-1], -1, self.head_dim)
 
         query = self.q_norm(self.q_proj(hidden_states).view(query_shape)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(key_value_states).view(key_shape)).transpose(1, 2)
-        value = self.v_proj(key_value_states).view(key_shape).transpose(1, 2)
+        key, value = self.k_proj(key_value_states), self.v_proj(key_value_states)
+        if history_states is not None:  # projected once a sequence, whatever the number of its anchors
+            key = torch.cat([self.k_proj(history_states)[sequence_of_row], key], dim=1)
+            value = torch.cat([self.v_proj(history_states)[sequence_of_row], value], dim=1)
+        key = self.k_norm(key.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        value = value.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         cos, sin = (table.unsqueeze(1) for table in position_embeddings)
         num_queries = query.shape[-2]  # the queries are the last of the keys
@@ -87,7 +94,7 @@ class DLiteAttention(Qwen3Attention):
             query,
             key,
             value,
-            None,
+            attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             **kwargs,
@@ -120,13 +127,33 @@ class DLiteSequentialHead(nn.Module):
     u_k = W_m [s_k; h_k] + b_m;  logits_k = W_v u_k
     """
 
+    draft_vocab_ids: torch.Tensor | None
+
     def __init__(self, config: DLiteConfig):
         super().__init__()
         rank = config.sequential_rank
         self.prev_token_embedding = nn.Embedding(config.vocab_size, rank)
         self.state_proj = nn.Linear(2 * rank, 2 * rank)
         self.state_hidden_mlp = nn.Linear(rank + config.hidden_size, rank)
-        self.output_proj = nn.Linear(rank, config.vocab_size, bias=False)
+        self.output_proj = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        draft_vocab_ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.register_buffer("draft_vocab_ids", draft_vocab_ids)
+
+    def logits(self, head_states: torch.Tensor) -> torch.Tensor:
+        """Logits `[..., V]` of u `[..., r]`; what the draft vocabulary leaves out has minus infinity."""
+        logits = self.output_proj(head_states)
+        if self.draft_vocab_ids is None:
+            return logits
+        vocab_size = self.prev_token_embedding.num_embeddings
+        everywhere = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+        return everywhere.index_copy_(-1, self.draft_vocab_ids, logits)
+
+    def draft_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Which row of `output_proj` proposes a token, in the shape of `token_ids`; -1 for one that none does."""
+        if self.draft_vocab_ids is None:
+            return token_ids
+        rows = torch.searchsorted(self.draft_vocab_ids, token_ids).clamp_max(len(self.draft_vocab_ids) - 1)
+        return torch.where(self.draft_vocab_ids[rows] == token_ids, rows, -1)
 
     def next_state(self, state: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """s_k `[N, r]` from s_{k-1} `[N, r]` and x_{k-1} `[N]`."""
@@ -180,8 +207,16 @@ class DLiteForDrafting(PreTrainedModel):
         super().__init__(config)
         self.layers = nn.ModuleList([DLiteDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = DLiteRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layer_depth_embedding = nn.Embedding(config.num_target_layers, config.hidden_size)
+        if config.context_fusion == "sequence":
+            self.layer_depth_embedding = nn.Embedding(config.num_target_layers, config.hidden_size)
+        else:
+            num_features = len(config.target_layer_ids) * config.hidden_size
+            self.context_fuse = nn.Linear(num_features, config.hidden_size, bias=False)
         self.context_norm = DLiteRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.history_window:
+            num_features = len(config.history_layer_ids) * config.hidden_size
+            self.history_fuse = nn.Linear(num_features, config.hidden_size, bias=False)
+            self.history_norm = DLiteRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.sequential_head = DLiteSequentialHead(config)
         self.rotary_emb = DLiteRotaryEmbedding(config)
         self.target_layer_ids = nn.Buffer(torch.tensor(config.target_layer_ids), persistent=False)
@@ -196,13 +231,19 @@ class DLiteForDrafting(PreTrainedModel):
 
     @classmethod
     def from_target(
-        cls, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **overrides: Any
+        cls,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        draft_vocab_ids: Sequence[int] | None = None,
+        **overrides: Any,
     ) -> "DLiteForDrafting":
         """A new drafter for `target`, in fp32, with weights from the target where it knows better than chance.
 
         Args:
             target: the causal LM that the drafter will serve.
             tokenizer: its tokenizer, to find a placeholder where `mask_token_id` is not given.
+            draft_vocab_ids: the only tokens that the head can propose, see [`reduce_draft_vocabulary`].
             overrides: fields of [`DLiteConfig`].
 
         Raises:
@@ -210,7 +251,35 @@ class DLiteForDrafting(PreTrainedModel):
         """
         drafter = cls(DLiteConfig.from_target(target.config, tokenizer, **overrides))
         copy_from_target(drafter, target)
+        if draft_vocab_ids is not None:
+            drafter.reduce_draft_vocabulary(draft_vocab_ids)
         return drafter
+
+    @torch.no_grad()
+    def reduce_draft_vocabulary(self, token_ids: Sequence[int]) -> None:
+        """Leaves the head these tokens to propose: drafting and training get cheaper, and the output stays exact.
+
+        Args:
+            token_ids: ids of the target's vocabulary, such as the most frequent ones of its answers.
+
+        Raises:
+            ValueError: if there are none, one is no row of the vocabulary, or the head cannot propose it already.
+        """
+        head, ids = self.sequential_head, torch.tensor(sorted(set(token_ids)), dtype=torch.long)
+        rows = (
+            head.draft_rows(ids.to(self.device))
+            if len(ids) and 0 <= ids[0] <= ids[-1] < self.config.vocab_size
+            else None
+        )
+        if rows is None or (rows < 0).any():
+            raise ValueError(
+                f"{len(ids)} token ids cannot be the draft vocabulary; give at least one, and only ids that the "
+                f"drafter can propose now, from the target's {self.config.vocab_size}."
+            )
+        output_proj = nn.Linear(head.output_proj.in_features, len(ids), bias=False).to(head.output_proj.weight)
+        output_proj.weight.copy_(head.output_proj.weight[rows])
+        head.output_proj, head.draft_vocab_ids = output_proj, ids.to(self.device)
+        self.config.draft_vocab_size = len(ids)
 
     def forward(
         self,
@@ -218,6 +287,7 @@ class DLiteForDrafting(PreTrainedModel):
         inputs_embeds: torch.Tensor,
         previous_token_ids: torch.Tensor,
         draft_token_ids: torch.Tensor | None = None,
+        history: DLiteHistory | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> DLiteOutput:
         r"""
@@ -236,26 +306,56 @@ class DLiteForDrafting(PreTrainedModel):
                 The ids of those real tokens, for the head.
             draft_token_ids (`torch.LongTensor` of shape `[N, K]`, *optional*):
                 Tokens to force on the head: the k-th prediction reads the anchor and the first k - 1 of them.
-        """
-        group_size = previous_token_ids.shape[1]
-        context = self.layer_depth_embedding(self.target_layer_ids).to(context_features.dtype) + context_features
-        context_states = self.context_norm(context)
+            history ([`DLiteHistory`], *optional*):
+                The tokens before the pivots, for a drafter with a `history_window`. Each becomes one slot,
+                `RMSNorm(W_f [h_0; h_{L // 2}; h_{L - 1}])`, and all positions are absolute.
 
-        # Local positions, anew in every round: tokens count from 0, all context slots share one position.
-        positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
-        context_positions = positions.new_full((context_states.shape[1],), max(group_size - 2, 0))
-        position_ids = torch.cat([context_positions, positions]).unsqueeze(0)
+        Raises:
+            ValueError: if `history` is given to a drafter without a window, or missing for one that has it.
+        """
+        if (history is not None) != (self.config.history_window > 0):
+            given = "given" if history is not None else "missing"
+            raise ValueError(
+                f"`history` is {given}, but the drafter's `history_window` is {self.config.history_window}; pass "
+                "`history` exactly where the window is not 0."
+            )
+        group_size, num_queries = previous_token_ids.shape[1], inputs_embeds.shape[1]
+        context_states = self._context_states(context_features)
+        hidden_states = inputs_embeds
+        layout = None
+        if history is None:
+            # Local positions, anew in every round: tokens count from 0, all context slots share one position.
+            positions = torch.arange(num_queries, device=inputs_embeds.device)
+            context_positions = positions.new_full((context_states.shape[1],), max(group_size - 2, 0))
+            position_ids = torch.cat([context_positions, positions]).unsqueeze(0)
+        else:
+            layout = HistoryLayout(
+                history, self.config, context_states.shape[1], group_size, num_queries, inputs_embeds.dtype
+            )
+            position_ids = layout.position_ids
+            hidden_states, context_states = layout.pack(hidden_states), layout.pack(context_states)
+            kwargs["attention_mask"] = layout.mask
+            kwargs["history_states"] = self.history_norm(self.history_fuse(history.features.flatten(2)))
+            kwargs["sequence_of_row"] = layout.sequence_of_row
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
 
-        hidden_states = inputs_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, context_states, position_embeddings, **kwargs)
+        if layout is not None:
+            hidden_states = layout.unpack(hidden_states)
         hidden_states = self.norm(hidden_states[:, group_size:])
 
         head_states = None
         if draft_token_ids is not None:
             head_states = self.sequential_head(hidden_states, previous_token_ids, draft_token_ids)
         return DLiteOutput(last_hidden_state=hidden_states, head_states=head_states)
+
+    def _context_states(self, context_features: torch.Tensor) -> torch.Tensor:
+        """Context slots z: `[N, S, H]`, or `[N, 1, H]` where the layers are fused."""
+        if self.config.context_fusion == "feature":
+            return self.context_norm(self.context_fuse(context_features.flatten(1)).unsqueeze(1))
+        depth = self.layer_depth_embedding(self.target_layer_ids).to(context_features.dtype)
+        return self.context_norm(depth + context_features)
 
     @torch.no_grad()
     def draft(
@@ -265,6 +365,7 @@ class DLiteForDrafting(PreTrainedModel):
         previous_token_ids: torch.Tensor,
         num_draft_tokens: int | None = None,
         sampler: Sampler | None = None,
+        history: DLiteHistory | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Proposes tokens from left to right, each seeing those drafted before it.
 
@@ -275,19 +376,20 @@ class DLiteForDrafting(PreTrainedModel):
             num_draft_tokens: how many to propose, at most the number of placeholders, which is the default.
             sampler: maps `(logits [N, V], ids so far [N, j])` to the next ids `[N]` and the logits `[N, V]` that they
                 were drawn from. The largest logit by default.
+            history: as in `forward`.
 
         Returns:
             The drafted ids `[N, K]` and the logits `[N, K, V]` that they were drawn from.
         """
         head = self.sequential_head
-        hidden_states = self(context_features, inputs_embeds, previous_token_ids).last_hidden_state
+        hidden_states = self(context_features, inputs_embeds, previous_token_ids, history=history).last_hidden_state
         hidden_states = hidden_states.to(self.dtype)  # mixed-precision training leaves a forward that returns fp32
         state, token_ids = head.first_state(previous_token_ids), previous_token_ids[:, -1]
         drafted = previous_token_ids[:, :0]
         logits = []
         for hidden_state in hidden_states[:, :num_draft_tokens].unbind(dim=1):
             state = head.next_state(state, token_ids)
-            step_logits = head.output_proj(head.merge(state, hidden_state))
+            step_logits = head.logits(head.merge(state, hidden_state))
             if sampler is None:
                 token_ids = step_logits.argmax(dim=-1)
             else:

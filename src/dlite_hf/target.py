@@ -34,10 +34,15 @@ class HiddenStatesCapture:
         self._rows: list[torch.Tensor | None] = [None] * (num_layers + 1)
 
     def keep(self, layer_id: int, hidden_states: torch.Tensor) -> None:
-        """Keeps the last rows of `hidden_states` `[N, T, H]`, in place of those of an earlier forward."""
+        """Keeps the last rows of `hidden_states` `[N, T, H]` and of what earlier forwards put out."""
         if self.num_rows is not None:
-            # A clone, so that the rest of the prompt's hidden states can be freed.
-            hidden_states = hidden_states[:, -self.num_rows :].clone()
+            # A copy, so that the rest of the prompt's hidden states can be freed.
+            before, rows = self._rows[layer_id + 1], hidden_states[:, -self.num_rows :]
+            num_before = self.num_rows - rows.shape[1]
+            if before is None or num_before == 0:
+                hidden_states = rows.clone()
+            else:
+                hidden_states = torch.cat([before[:, -num_before:], rows], dim=1)
         self._rows[layer_id + 1] = hidden_states
 
     @property
@@ -52,9 +57,10 @@ def capture_hidden_states(
 ) -> Iterator[HiddenStatesCapture]:
     """Keeps the last `num_rows` rows of the outputs of `layer_ids` of every forward of `target` inside the block.
 
-    Of several forwards (a prefill in chunks) the last one's rows remain. The last layer is read from the decoder's own
-    output, after the final norm, as in `outputs.hidden_states[-1]`. The hooks write only for the thread and the call
-    that entered the block, and are gone when it ends.
+    Of several forwards (a prefill in chunks) the last rows of them all remain, or with `num_rows=None` those of the
+    last forward. The last layer is read from the decoder's own output, after the final norm, as in
+    `outputs.hidden_states[-1]`. The hooks write only for the thread and the call that entered the block, and are gone
+    when it ends.
 
     Args:
         target: the causal LM.

@@ -41,7 +41,9 @@ class LogitsReplayDrafter(ReplayDrafter):
         with torch.no_grad():
             self.logits = target(sequence).logits[0]
 
-    def draft(self, context_features, inputs_embeds, previous_token_ids, num_draft_tokens=None, sampler=None):
+    def draft(
+        self, context_features, inputs_embeds, previous_token_ids, num_draft_tokens=None, sampler=None, history=None
+    ):
         super().draft(context_features, inputs_embeds, previous_token_ids, num_draft_tokens)
         drafted, logits = previous_token_ids[:, :0], []
         for i in range(num_draft_tokens):

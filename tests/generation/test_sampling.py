@@ -206,7 +206,9 @@ def test_a_wrong_rule_is_found_out(target, logits, drafters, kind, rule):
 class PartialDrafter(DLiteForDrafting):
     """Favours another token at every position of a block, so that no position's distribution passes for another's."""
 
-    def draft(self, context_features, inputs_embeds, previous_token_ids, num_draft_tokens=None, sampler=None):
+    def draft(
+        self, context_features, inputs_embeds, previous_token_ids, num_draft_tokens=None, sampler=None, history=None
+    ):
         def partial_sampler(logits, drafted):
             favoured = torch.tensor([2 * drafted.shape[1] + 1])
             return sampler(logits + 2 * torch.nn.functional.one_hot(favoured, V), drafted)

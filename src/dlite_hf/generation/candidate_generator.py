@@ -4,6 +4,7 @@
 import copy
 import gc
 import weakref
+from collections.abc import Sequence
 from types import BuiltinMethodType, FunctionType, ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput, logging
 
+from ..history import DLiteHistory
 from ..modeling_dlite import DLiteForDrafting, Sampler
 from ..target import embed_tokens, gather_features
 
@@ -26,7 +28,7 @@ _MOST_OBJECTS_COPIED = 5000
 class DLiteCandidateGenerator(CandidateGenerator):
     """
     Proposes up to K tokens a round from the target's hidden states at the last verified token. It keeps nothing from
-    one round to the next.
+    one round to the next, except for a drafter with a `history_window`: the hidden states of the window's tokens.
 
     Args:
         drafter ([`DLiteForDrafting`]): the drafter.
@@ -54,10 +56,12 @@ class DLiteCandidateGenerator(CandidateGenerator):
         self.num_draft_tokens = num_draft_tokens or drafter.config.num_draft_tokens
         self.logits_processor = _copyable(logits_processor or LogitsProcessorList())
         # The target's forward keeps these and no other hidden states; entry i + 1 is the output of layer i.
-        self.model_kwargs_overrides = {"output_hidden_states": [i + 1 for i in drafter.config.target_layer_ids]}
+        self.model_kwargs_overrides = {"output_hidden_states": [i + 1 for i in drafter.config.captured_layer_ids]}
         placeholders = torch.full((1, drafter.config.num_draft_tokens), drafter.config.mask_token_id)
         self._placeholder_embeds = embed_tokens(target, placeholders)
         self._num_last_candidates = 0
+        # Hidden states `[N, T, M, H]` of the window's verified tokens, the pivot last.
+        self._history_features: torch.Tensor | None = None
 
     def get_candidates(
         self,
@@ -87,11 +91,13 @@ class DLiteCandidateGenerator(CandidateGenerator):
         self._num_last_candidates = 0
         if model_outputs is None or num_draft_tokens < 1:
             return input_ids, None
-        features = gather_features(
-            model_outputs.get("hidden_states"), self.drafter.config.target_layer_ids, slice(pivot, pivot + 1 or None)
-        )
+        hidden_states, end = model_outputs.get("hidden_states"), pivot + 1 or None
+        features = gather_features(hidden_states, self.drafter.config.target_layer_ids, slice(pivot, end))
         if features is None:
             return input_ids, None
+        history = None
+        if self.drafter.config.history_window:
+            history = self._extended_history(hidden_states, slice(None, end))
         self._num_last_candidates = num_draft_tokens
         previous_token_ids = input_ids[:, -self.drafter.config.anchor_group_size :]
         placeholder_embeds = self._placeholder_embeds.expand(input_ids.shape[0], -1, -1)
@@ -102,8 +108,21 @@ class DLiteCandidateGenerator(CandidateGenerator):
             previous_token_ids.to(self.drafter.device),
             num_draft_tokens,
             self._sampler(input_ids.to(self.drafter.device)),
+            history,
         )
         return torch.cat([input_ids, draft_ids.to(input_ids.device)], dim=1), draft_logits.to(input_ids.device)
+
+    def _extended_history(self, hidden_states: Sequence[torch.Tensor | None], verified: slice) -> DLiteHistory:
+        """The history of a drafter with a window, which ends with the rows `verified` since the last round."""
+        features = gather_features(hidden_states, self.drafter.config.history_layer_ids, verified)
+        assert features is not None
+        features = features.to(self.drafter.device, self.drafter.dtype)
+        if self._history_features is not None:
+            features = torch.cat([self._history_features, features], dim=1)
+        self._history_features = features[:, -self.drafter.config.history_window :].clone()
+        num_sequences, num_tokens = self._history_features.shape[:2]
+        sequence_ids = torch.arange(num_sequences, device=features.device)
+        return DLiteHistory(self._history_features, sequence_ids, torch.full_like(sequence_ids, num_tokens))
 
     def _sampler(self, input_ids: torch.Tensor) -> Sampler | None:
         if not self.do_sample and not self.logits_processor:

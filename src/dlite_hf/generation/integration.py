@@ -62,6 +62,7 @@ class TargetSteps:
         generation_config: of the running call.
         model_kwargs: what `generate` prepared for the forwards, the cache included.
         layer_ids: the layers that drafting reads.
+        num_rows: at how many of the prompt's last positions it reads them.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class TargetSteps:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         layer_ids: list[int],
+        num_rows: int,
     ):
         self.model = model
+        self.num_rows = num_rows
         self.generation_config = generation_config
         self.model_kwargs = model_kwargs
         self.layer_ids = layer_ids
@@ -90,8 +93,8 @@ class TargetSteps:
         return self.model_kwargs["cache"]
 
     def prefill(self, input_ids: torch.Tensor) -> tuple[ModelOutput, BaseModelOutput]:
-        """Runs the prompt as plain generation does: what that returned, and the hidden states of its last position."""
-        with capture_hidden_states(self.model, self.layer_ids, num_rows=1) as capture:
+        """Runs the prompt as plain generation does: what that returned, and the hidden states of its last rows."""
+        with capture_hidden_states(self.model, self.layer_ids, self.num_rows) as capture:
             outputs = self.model._prefill(
                 input_ids,
                 self.generation_config,
@@ -216,13 +219,21 @@ def _decode_with_drafter(
         raise ValueError(
             f"{type(model).__name__} keeps no cache that can drop rejected tokens; drop `assistant_model`."
         )
-    steps = TargetSteps(model, generation_config, model_kwargs, drafter.config.target_layer_ids)
+    num_rows = max(drafter.config.history_window, 1)
+    steps = TargetSteps(model, generation_config, model_kwargs, drafter.config.captured_layer_ids, num_rows)
     candidate_generator = DLiteCandidateGenerator(
         drafter, model, generation_config, logits_processor, _num_draft_tokens(drafter, generation_config)
     )
     return speculative_decoding(
         steps, candidate_generator, input_ids, logits_processor, stopping_criteria, generation_config, streamer
     )
+
+
+def _drafter_in(assistant_model: Any) -> DLiteForDrafting | None:
+    """The DLite drafter that a call was given, perhaps inside a PEFT model, whose adapters are part of it."""
+    if hasattr(assistant_model, "get_base_model"):
+        assistant_model = assistant_model.get_base_model()
+    return assistant_model if isinstance(assistant_model, DLiteForDrafting) else None
 
 
 def install() -> None:
@@ -244,16 +255,17 @@ def install() -> None:
     def _validate_generation_mode(
         self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
     ) -> None:
-        drafter = generation_mode_kwargs.get("assistant_model")
-        if isinstance(drafter, DLiteForDrafting):
+        drafter = _drafter_in(generation_mode_kwargs.get("assistant_model"))
+        if drafter is not None:
             _check_call(self, drafter, generation_mode, generation_config, generation_mode_kwargs)
         return validate(self, generation_mode, generation_config, generation_mode_kwargs)
 
     @functools.wraps(decode)
     def _assisted_decoding(self: Any, input_ids: Any, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-        if not isinstance(assistant_model, DLiteForDrafting):
+        drafter = _drafter_in(assistant_model)
+        if drafter is None:
             return decode(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-        return _decode_with_drafter(self, assistant_model, input_ids, *args, **kwargs)
+        return _decode_with_drafter(self, drafter, input_ids, *args, **kwargs)
 
     GenerationMixin._validate_generation_mode = _validate_generation_mode
     GenerationMixin._assisted_decoding = _assisted_decoding
