@@ -8,7 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlite_hf import losses
-from dlite_hf.losses import drafting_loss, position_weights
+from dlite_hf.losses import (
+    STABLE,
+    LossWeights,
+    TargetDistribution,
+    drafting_loss,
+    position_weights,
+    target_distribution,
+)
 
 
 N, K, R, V, P = 9, 5, 8, 41, 12
@@ -19,24 +26,43 @@ def make_rows(dtype=torch.float64, num_target_logits=V, seed=0):
     return {
         "head_states": torch.randn(N, K, R, dtype=dtype, generator=generator).requires_grad_(),
         "output_weight": torch.randn(V, R, dtype=dtype, generator=generator).requires_grad_(),
-        "target_logits": 3 * torch.randn(P, num_target_logits, dtype=dtype, generator=generator),
+        "target": TargetDistribution(3 * torch.randn(P, num_target_logits, dtype=dtype, generator=generator)),
         "target_rows": torch.randint(P, (N, K), generator=generator),
         "weights": torch.rand(N, K, generator=generator) * (torch.rand(N, K, generator=generator) > 0.3),
     }
 
 
+def make_teacher(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "teacher_states": torch.randn(N, K, R + 2, dtype=torch.float64, generator=generator),
+        "teacher_output_weight": torch.randn(V, R + 2, dtype=torch.float64, generator=generator),
+    }
+
+
 def naive_loss(
-    head_states, output_weight, target_logits, target_rows, weights, token_labels=None, ce_weight=0.1, tv_weight=1.0
+    head_states,
+    output_weight,
+    target,
+    target_rows,
+    weights,
+    token_labels=None,
+    loss_weights=STABLE,
+    teacher_states=None,
+    teacher_output_weight=None,
 ):
     log_q = (head_states @ output_weight.T).log_softmax(dim=-1)
     p = torch.zeros(P, V, dtype=log_q.dtype)
-    p[:, : target_logits.shape[1]] = target_logits.to(log_q.dtype).softmax(dim=-1)
+    p[:, : target.logits.shape[1]] = target.logits.to(log_q.dtype).softmax(dim=-1)
     p = p[target_rows]
     labels = p.argmax(dim=-1) if token_labels is None else token_labels
     cross_entropy = -log_q.gather(-1, labels[..., None])[..., 0]
     total_variation = (log_q.exp() - p).abs().sum(dim=-1)
-    loss = (weights * (ce_weight * cross_entropy + tv_weight * total_variation)).sum()
-    return loss, total_variation, log_q.argmax(dim=-1) == p.argmax(dim=-1)
+    losses = loss_weights.ce * cross_entropy + loss_weights.tv * total_variation
+    if teacher_states is not None:
+        log_t = (teacher_states @ teacher_output_weight.T).log_softmax(dim=-1)
+        losses = losses + loss_weights.kl * (log_t.exp() * (log_t - log_q)).sum(dim=-1)
+    return (weights * losses).sum(), total_variation, log_q.argmax(dim=-1) == p.argmax(dim=-1)
 
 
 def gradients(loss, rows):
@@ -49,8 +75,8 @@ def gradients(loss, rows):
 def test_equals_the_naive_loss_in_value_and_gradients(dtype, num_target_logits, ce_labels):
     rows = make_rows(dtype, num_target_logits)
     labels = torch.randint(V, (N, K)) if ce_labels == "token" else None
-    result = drafting_loss(**rows, token_labels=labels, ce_weight=0.3, tv_weight=0.7)
-    expected, total_variation, correct = naive_loss(**rows, token_labels=labels, ce_weight=0.3, tv_weight=0.7)
+    result = drafting_loss(**rows, token_labels=labels, loss_weights=LossWeights(0.3, 0.7))
+    expected, total_variation, correct = naive_loss(**rows, token_labels=labels, loss_weights=LossWeights(0.3, 0.7))
     torch.testing.assert_close(result.loss, expected, rtol=1e-6, atol=1e-6)
     # A factor stands for the caller's normalisation.
     for actual, naive in zip(gradients(result.loss / 7, rows), gradients(expected / 7, rows), strict=True):
@@ -63,21 +89,75 @@ def test_equals_the_naive_loss_in_value_and_gradients(dtype, num_target_logits, 
     torch.testing.assert_close(result.acceptance, acceptance.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss_weights", [LossWeights(0.0, 0.0, 1.0), LossWeights(0.03, 0.3, 0.7)])
+def test_the_divergence_from_a_teacher_equals_the_naive_one(loss_weights):
+    rows = {**make_rows(), **make_teacher(), "loss_weights": loss_weights}
+    result, (expected, *_) = drafting_loss(**rows), naive_loss(**rows)
+    torch.testing.assert_close(result.loss, expected, rtol=1e-6, atol=1e-6)
+    for actual, naive in zip(gradients(result.loss, rows), gradients(expected, rows), strict=True):
+        torch.testing.assert_close(actual, naive, rtol=1e-6, atol=1e-6)
+
+
+def test_a_student_that_equals_its_teacher_has_no_divergence():
+    rows = {**make_rows(), "loss_weights": LossWeights(0.0, 0.0, 1.0)}
+    rows["teacher_states"] = rows["head_states"].detach()
+    rows["teacher_output_weight"] = rows["output_weight"].detach()
+    result = drafting_loss(**rows)
+    assert result.loss.item() == pytest.approx(0, abs=1e-9)
+    assert all(gradient.abs().max() < 1e-9 for gradient in gradients(result.loss, rows))
+
+
+@pytest.mark.parametrize("ce_labels", ["argmax", "token"])
+def test_a_reduced_vocabulary_equals_a_head_that_gives_the_rest_nothing(ce_labels):
+    rows, ids = make_rows(), torch.arange(0, V, 3)
+    logits = rows["target"].logits
+    logits[0, 4] = 20.0  # a most likely token that the draft vocabulary leaves out
+    column_of = torch.full((V,), -1).scatter_(0, ids, torch.arange(len(ids)))
+    labels = torch.randint(V, (N, K)) if ce_labels == "token" else logits.argmax(dim=-1)[rows["target_rows"]]
+    rows["output_weight"] = rows["output_weight"].detach()[ids].requires_grad_()
+    loss_weights = LossWeights(0.3, 0.7)
+    reduced = {**rows, "target": target_distribution(logits, ids), "loss_weights": loss_weights}
+    result = drafting_loss(**reduced, token_labels=column_of[labels] if ce_labels == "token" else None)
+
+    q = torch.zeros(N, K, V, dtype=torch.float64)
+    q[..., ids] = (rows["head_states"] @ rows["output_weight"].T).softmax(dim=-1)
+    p = logits.softmax(dim=-1)[rows["target_rows"]]
+    q_label = q.gather(-1, labels[..., None])[..., 0]
+    cross_entropy = torch.where(column_of[labels] >= 0, -q_label.clamp_min(1e-30).log(), 0.0)
+    total_variation = (q - p).abs().sum(dim=-1)
+    expected = (rows["weights"] * (0.3 * cross_entropy + 0.7 * total_variation)).sum()
+    torch.testing.assert_close(result.loss, expected, rtol=1e-6, atol=1e-6)
+    for actual, naive in zip(gradients(result.loss, rows), gradients(expected, rows), strict=True):
+        torch.testing.assert_close(actual, naive, rtol=1e-6, atol=1e-6)
+    correct = (q.argmax(dim=-1) == p.argmax(dim=-1)) & (rows["weights"] > 0)
+    assert result.num_correct.tolist() == correct.sum(dim=0).tolist()
+
+
+def test_refuses_a_divergence_without_a_fitting_teacher():
+    rows = {**make_rows(), "loss_weights": LossWeights(kl=1.0)}
+    with pytest.raises(ValueError, match="needs a teacher"):
+        drafting_loss(**rows)
+    teacher = make_teacher()
+    teacher["teacher_output_weight"] = teacher["teacher_output_weight"][1:]
+    with pytest.raises(ValueError, match=f"{V} tokens, but it has {V - 1}"):
+        drafting_loss(**rows, **teacher)
+
+
 def test_the_most_likely_token_counts_as_correct():
     rows = make_rows()
     # The target is a sharpened copy of the drafter: the argmax agree everywhere, at any number of correct ones.
     logits = (rows["head_states"] @ rows["output_weight"].T).detach()
-    rows["target_logits"] = 5 * logits.flatten(0, 1)
+    rows["target"] = TargetDistribution(5 * logits.flatten(0, 1))
     rows["target_rows"] = torch.arange(N * K).view(N, K)
     rows["weights"] = torch.ones(N, K)
     assert drafting_loss(**rows).num_correct.tolist() == [N] * K
-    rows["target_logits"] = logits.flatten(0, 1)
+    rows["target"] = TargetDistribution(logits.flatten(0, 1))
     assert drafting_loss(**rows).acceptance.tolist() == pytest.approx([N] * K)
 
 
 @pytest.mark.parametrize("rows_per_matmul, rows_per_chunk", [(1, 1), (7, 3), (8, 4), (1000, 1000)])
 def test_does_not_depend_on_the_chunks(monkeypatch, rows_per_matmul, rows_per_chunk):
-    rows = make_rows()
+    rows = {**make_rows(), **make_teacher(), "loss_weights": LossWeights(0.1, 1.0, 0.5)}
     expected = drafting_loss(**rows)
     expected_gradients = gradients(expected.loss, rows)
     monkeypatch.setattr(losses, "_ROWS_PER_MATMUL", rows_per_matmul)
@@ -127,7 +207,7 @@ def test_rows_of_zero_weight_are_not_looked_at():
 
 def test_bf16_autocast_stays_finite_and_close():
     rows = make_rows(torch.float32)
-    rows["target_logits"] = rows["target_logits"].bfloat16()
+    rows["target"] = TargetDistribution(rows["target"].logits.bfloat16())
     expected = naive_loss(**rows)[0]
     with torch.autocast("cpu", torch.bfloat16):
         result = drafting_loss(**rows)

@@ -1,21 +1,43 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains a drafter against a frozen target that runs beside it."""
+"""Trains a drafter against a frozen target that runs beside it, after a teacher with history where there is one."""
 
 import inspect
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
 
-from .data import drafting_data_collator, sample_blocks, tokenize_conversations
-from .losses import drafting_loss
+from .conversations import tokenize_conversations
+from .data import drafting_data_collator, sample_blocks
+from .history import DLiteHistory
+from .live_evaluation import live_tau
+from .losses import LossWeights, TargetDistribution, drafting_loss, target_distribution
 from .modeling_dlite import DLiteForDrafting
 from .target import capture_hidden_states, check_compatible, embed_tokens, gather_features
 from .training_args import DLiteTrainingArguments
+from .training_progress import TrainingProgress
+
+
+class TargetOutputs(NamedTuple):
+    """
+    What the target said of a batch.
+
+    Args:
+        hidden_states: L + 1 entries `[B, T, H]`, as Transformers lays them out; those of layers not read are `None`.
+        distribution: its predictions at the P positions that the blocks need.
+        rows: which of them predicts the k-th token behind an anchor `[N, K]`.
+    """
+
+    hidden_states: Sequence[torch.Tensor | None]
+    distribution: TargetDistribution
+    rows: torch.Tensor
 
 
 class DLiteTrainer(Trainer):
@@ -23,28 +45,41 @@ class DLiteTrainer(Trainer):
     [`~transformers.Trainer`] for a DLite drafter. The target runs online, in its own dtype and without gradients; it
     is neither changed nor saved.
 
-        loss = sum w_k (ce_weight CE + tv_weight TV) / sum w_k      (the paper's equation 7)
+        loss = sum w_k (kl_weight KL + ce_weight CE + tv_weight TV) / sum w_k      (the paper's equations 6 and 7)
 
-    with both sums over the whole optimizer step: all anchors of all accumulated batches of all processes. Beside the
-    loss it logs `accuracy` (how often drafter and target agree on the most likely token), `acceptance_k` (the mean of
-    1 - TV / 2, the probability that sampling accepts the k-th draft token after a correct prefix) and `expected_tau` =
-    1 + sum_k prod_{j <= k} acceptance_j, the tokens per verification that follow if positions were independent.
+    with both sums over the whole optimizer step: all anchors of all accumulated batches of all processes. The stages:
+
+    * teacher: a drafter with a `history_window`, trained with `ce_weight=1.0, tv_weight=0.0` in a run of its own.
+    * warm-up, for `warmup_epochs`: KL divergence from the `teacher`, whose head is copied to the drafter and frozen.
+    * transition, for `transition_epochs`: a cosine blend of the warm-up's loss into the stable one's.
+    * stable: `ce_weight` and `tv_weight` alone. It is the only stage of a run without a teacher.
+
+    One schedule spans the stages of a run; the head thaws where the warm-up ends.
+
+    Beside the loss it logs `accuracy` (how often drafter and target agree on the most likely token, also by position),
+    `acceptance_k` (the mean of 1 - TV / 2, the probability that sampling accepts the k-th draft token after a correct
+    prefix), `expected_tau` = 1 + sum_k prod_{j <= k} acceptance_j, the tokens per verification that follow if
+    positions were independent, `stable_share` (0 in the warm-up, 1 in the stable stage), `tokens_per_second` of the
+    target, and `remaining_hours`. An evaluation also generates: `eval_tau` is the acceptance length of
+    `target.generate(assistant_model=drafter)`, greedy, on held-out prompts, and what the best checkpoint is chosen by.
 
     Args:
-        model: the drafter.
+        model: the drafter, or a PEFT model around one.
         target: the causal LM that it is trained for.
         args: the arguments of the training.
-        train_dataset: conversations (`messages` whose last one is the target's answer, see
-            [`~dlite_hf.data.tokenize_conversation`]) or samples (`input_ids`, `supervised`).
+        train_dataset: conversations (see [`~dlite_hf.conversations.tokenize_conversations`]) or samples (`input_ids`,
+            `supervised`).
         eval_dataset: the same, or a dictionary of such sets.
         processing_class: the target's tokenizer; not needed for samples.
+        teacher: a drafter with history, already trained, for the warm-up.
         data_collator: pads samples, [`~dlite_hf.data.drafting_data_collator`] by default.
         callbacks: as in [`~transformers.Trainer`].
         optimizers: as in [`~transformers.Trainer`].
 
     Raises:
-        TypeError: if `model` is not a drafter.
-        ValueError: if the target does not fit the drafter, or conversations come without a tokenizer.
+        TypeError: if `model` or `teacher` is not a drafter, or an adapter changes the head's vocabulary projection.
+        ValueError: if target, teacher and drafter do not fit together, a teacher comes without `warmup_epochs` or the
+            other way round, or conversations come without a tokenizer.
     """
 
     loss_is_scaled_for_ga = True  # it is divided by the weights of all accumulated batches
@@ -57,23 +92,31 @@ class DLiteTrainer(Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        teacher: DLiteForDrafting | None = None,
         data_collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ):
-        if not isinstance(model, DLiteForDrafting):
-            raise TypeError(
-                f"`model` is a {type(model).__name__}, but must be a drafter; make one with "
-                "`DLiteForDrafting.from_target(target)`."
+        self.drafter = _drafter_in(model)
+        check_compatible(target, self.drafter.config)
+        if (teacher is not None) != (args.warmup_epochs > 0):
+            raise ValueError(
+                f"`teacher` is {'given' if teacher is not None else 'missing'}, but `warmup_epochs` is "
+                f"{args.warmup_epochs}; a warm-up learns from a teacher, so give both or neither."
             )
-        check_compatible(target, model.config)
         if getattr(target, "hf_device_map", None) is None:
             target.to(args.device)
         self.target = target.eval()
+        self.teacher = None
+        if teacher is not None:
+            _check_teacher(teacher, self.drafter)
+            self.teacher = teacher.to(args.device).eval().requires_grad_(False)
+            self.drafter.sequential_head.load_state_dict(teacher.sequential_head.state_dict())
         if isinstance(eval_dataset, dict):
             eval_dataset = {name: self._samples(each, processing_class, args) for name, each in eval_dataset.items()}
         else:
             eval_dataset = self._samples(eval_dataset, processing_class, args)
+        self.progress = TrainingProgress()
         super().__init__(
             model=model,
             args=args,
@@ -81,11 +124,21 @@ class DLiteTrainer(Trainer):
             train_dataset=self._samples(train_dataset, processing_class, args),
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=callbacks,
+            callbacks=[self.progress, *(callbacks or [])],
             optimizers=optimizers,
         )
+        if self.teacher is not None and self.is_deepspeed_enabled:
+            # Its optimizer takes gradients as they arise, before `training_step` can drop those of a frozen head.
+            if args.weight_decay:
+                raise ValueError(
+                    f"`weight_decay` is {args.weight_decay}, which would shrink the frozen head of a warm-up under "
+                    "DeepSpeed; set it to 0."
+                )
+            for parameter in self.drafter.sequential_head.parameters():
+                parameter.register_hook(lambda grad: torch.zeros_like(grad) if self.stage == "warmup" else grad)
+        num_draft_tokens = self.drafter.config.num_draft_tokens
         # Rows, correct ones and acceptance [3, K] since the last log, apart for evaluation and training.
-        self._statistics = torch.zeros(2, 3, model.config.num_draft_tokens, device=args.device)
+        self._statistics = torch.zeros(2, 3, num_draft_tokens, device=args.device)
 
     def _samples(self, dataset: Any, tokenizer: PreTrainedTokenizerBase | None, args: DLiteTrainingArguments) -> Any:
         """Conversations tokenised; samples as they are."""
@@ -95,14 +148,15 @@ class DLiteTrainer(Trainer):
             raise ValueError("Conversations need the target's tokenizer; pass it as `processing_class`.")
         eos_token_id = self.target.generation_config.eos_token_id
         eos_token_ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
-        return tokenize_conversations(dataset, tokenizer, eos_token_ids, args.max_length)
+        with args.main_process_first(desc="tokenising the conversations"):
+            return tokenize_conversations(dataset, tokenizer, eos_token_ids, args.max_length)
 
     def _sample_blocks(self, batch: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
         return sample_blocks(
             batch,
             max_anchors=self.args.max_anchors,
-            num_draft_tokens=self.model.config.num_draft_tokens,
-            anchor_group_size=self.model.config.anchor_group_size,
+            num_draft_tokens=self.drafter.config.num_draft_tokens,
+            anchor_group_size=self.drafter.config.anchor_group_size,
             loss_decay=self.args.loss_decay,
             generator=generator,
         )
@@ -119,10 +173,46 @@ class DLiteTrainer(Trainer):
         """The sum of the weights of a whole optimizer step."""
         if not batch_samples:
             return None
-        total = torch.stack([batch["weights"].sum() for batch in batch_samples]).sum().to(device)
-        if self.args.average_tokens_across_devices:
-            total = self.accelerator.gather(total).sum()
-        return total
+        # Beside it go the step's anchors and tokens, to be counted.
+        totals = torch.stack(
+            [
+                torch.stack(
+                    [batch["weights"].sum(), (batch["weights"][:, 0] > 0).sum(), batch["attention_mask"].sum()]
+                )
+                for batch in batch_samples
+            ]
+        ).sum(dim=0)
+        everywhere = self.accelerator.gather(totals.to(device)[None]).sum(dim=0)
+        self.progress.count(self.stage, everywhere)
+        return everywhere[0] if self.args.average_tokens_across_devices else totals[0].to(device)
+
+    @property
+    def stable_share(self) -> float:
+        """How much of the loss is the stable stage's: 0 in the warm-up, 1 in the stable stage, a cosine between."""
+        passed = (self.state.epoch or 0.0) - self.args.warmup_epochs
+        if passed < 0 or passed >= self.args.transition_epochs:
+            return float(passed >= 0)
+        return (1 - math.cos(math.pi * passed / self.args.transition_epochs)) / 2
+
+    @property
+    def stage(self) -> str:
+        """Where the run is: `"teacher"`, `"warmup"`, `"transition"` or `"stable"`."""
+        if self.drafter.config.history_window and not self.args.tv_weight:
+            return "teacher"
+        passed = (self.state.epoch or 0.0) - self.args.warmup_epochs
+        if passed < 0:
+            return "warmup"
+        return "stable" if passed >= self.args.transition_epochs else "transition"
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.stage == "warmup":
+            # Without gradients the optimizer leaves the head as it is; the parameters stay known to it and to DDP.
+            for parameter in self.drafter.sequential_head.parameters():
+                parameter.grad = None
+        return loss
 
     def compute_loss(
         self,
@@ -131,29 +221,28 @@ class DLiteTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        weights = inputs["weights"]
-        features, target_logits, target_rows = self._run_target(
-            inputs["input_ids"], inputs["attention_mask"], inputs["anchors"]
-        )
-        mask_token_ids = torch.full_like(inputs["draft_token_ids"], self.model.config.mask_token_id)
-        embeddings = embed_tokens(self.target, torch.cat([inputs["previous_token_ids"], mask_token_ids], dim=1))
-        outputs = model(
-            context_features=features.to(weights.device, self.model.dtype),
-            inputs_embeds=embeddings.to(weights.device, self.model.dtype),
-            previous_token_ids=inputs["previous_token_ids"],
-            draft_token_ids=inputs["draft_token_ids"],
-        )
+        head, weights, share = self.drafter.sequential_head, inputs["weights"], self.stable_share
+        target = self._run_target(inputs)
+        outputs = model(**self._drafter_inputs(self.drafter, inputs, target))
+        labels = head.draft_rows(inputs["draft_token_ids"]) if self.args.ce_labels == "token" else None
+        teacher_states = teacher_weight = None
         # The Trainer's autocast covers only the model's own forward.
         with self.accelerator.autocast():
+            if self.teacher is not None and share < 1:
+                with torch.no_grad():
+                    teacher_inputs = self._drafter_inputs(self.teacher, inputs, target)
+                    teacher_states = self.teacher(**teacher_inputs).head_states
+                teacher_weight = self.teacher.sequential_head.output_proj.weight
             result = drafting_loss(
                 outputs.head_states,
-                self.model.sequential_head.output_proj.weight,
-                target_logits,
-                target_rows,
+                _whole(head.output_proj.weight),
+                target.distribution,
+                target.rows,
                 weights,
-                inputs["draft_token_ids"] if self.args.ce_labels == "token" else None,
-                ce_weight=self.args.ce_weight,
-                tv_weight=self.args.tv_weight,
+                labels,
+                LossWeights(share * self.args.ce_weight, share * self.args.tv_weight, 1 - share),
+                teacher_states,
+                teacher_weight,
             )
         self._statistics[int(model.training)] += torch.stack(result[1:])
         total = weights.sum() if num_items_in_batch is None else num_items_in_batch
@@ -163,37 +252,70 @@ class DLiteTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()
-    def _run_target(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, anchors: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One forward of the target: features `[N, S, H]`, logits `[P, V]`, and the row of them `[N, K]` that predicts
-        the k-th token behind an anchor."""
-        config = self.model.config
-        length = input_ids.shape[1]
-        rows, positions = anchors[:, 0], anchors[:, 1]
+    def _run_target(self, inputs: dict[str, torch.Tensor]) -> TargetOutputs:
+        """One forward of the target over a batch."""
+        input_ids, anchors = inputs["input_ids"], inputs["anchors"]
+        length, num_draft_tokens = input_ids.shape[1], inputs["draft_token_ids"].shape[1]
         # The logits at a + k - 1 predict token a + k; beyond the batch the weights are zero.
-        predicting = positions[:, None] + torch.arange(config.num_draft_tokens, device=anchors.device)
+        predicting = anchors[:, 1:] + torch.arange(num_draft_tokens, device=anchors.device)
         needed, index = predicting.clamp_max(length - 1).unique(return_inverse=True)
 
         kwargs = {}
         if "logits_to_keep" in inspect.signature(self.target.forward).parameters:
             kwargs["logits_to_keep"] = needed
+        layer_ids = {*self.drafter.config.captured_layer_ids}
+        if self.teacher is not None:
+            layer_ids |= {*self.teacher.config.captured_layer_ids}
         with (
             torch.autocast(input_ids.device.type, enabled=False),
-            capture_hidden_states(self.target, config.target_layer_ids, None) as capture,
+            capture_hidden_states(self.target, sorted(layer_ids), None) as capture,
         ):
-            logits = self.target(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs).logits
+            logits = self.target(
+                input_ids=input_ids, attention_mask=inputs["attention_mask"], use_cache=False, **kwargs
+            ).logits
         if not kwargs:
             logits = logits[:, needed]
+        distribution = target_distribution(logits.flatten(0, 1), self.drafter.sequential_head.draft_vocab_ids)
+        return TargetOutputs(capture.hidden_states, distribution, anchors[:, :1] * len(needed) + index)
+
+    def _features(
+        self, drafter: DLiteForDrafting, inputs: dict[str, torch.Tensor], target: TargetOutputs
+    ) -> tuple[torch.Tensor, DLiteHistory | None]:
+        """What `drafter` reads of the target: context features `[N, S, H]`, and the history where it has a window."""
+        rows, positions = inputs["anchors"].unbind(dim=1)
         # One sequence of all rows, so that an anchor's pivot is one index.
-        states = [each if each is None else each.flatten(0, 1)[None] for each in capture.hidden_states]
-        features = gather_features(states, config.target_layer_ids, rows * length + positions - 1)
-        if features is None:
+        flat = [each if each is None else each.flatten(0, 1)[None] for each in target.hidden_states]
+        pivots = rows * inputs["input_ids"].shape[1] + positions - 1
+        context = gather_features(flat, drafter.config.target_layer_ids, pivots)
+        if context is None:
             raise ValueError(
                 f"A forward of {type(self.target).__name__} ran without the hooks that read its layers "
-                f"{config.target_layer_ids}, as a compiled one does; pass the target uncompiled."
+                f"{drafter.config.target_layer_ids}, as a compiled one does; pass the target uncompiled."
             )
-        return features[0], logits.flatten(0, 1), rows[:, None] * len(needed) + index
+        history = None
+        if drafter.config.history_window:
+            features = gather_features(target.hidden_states, drafter.config.history_layer_ids, slice(None))
+            history = DLiteHistory(cast(torch.Tensor, features), rows, positions)
+        return context[0], history
+
+    def _drafter_inputs(
+        self, drafter: DLiteForDrafting, inputs: dict[str, torch.Tensor], target: TargetOutputs
+    ) -> dict[str, Any]:
+        """Arguments of the drafter's forward over a batch of blocks."""
+        previous_token_ids, draft_token_ids = inputs["previous_token_ids"], inputs["draft_token_ids"]
+        mask_token_ids = torch.full_like(draft_token_ids, drafter.config.mask_token_id)
+        embeddings = embed_tokens(self.target, torch.cat([previous_token_ids, mask_token_ids], dim=1))
+        context, history = self._features(drafter, inputs, target)
+        device = previous_token_ids.device
+        if history is not None:
+            history = history._replace(features=history.features.to(device, drafter.dtype))
+        return {
+            "context_features": context.to(device, drafter.dtype),
+            "inputs_embeds": embeddings.to(device, drafter.dtype),
+            "previous_token_ids": previous_token_ids,
+            "draft_token_ids": draft_token_ids,
+            "history": history,
+        }
 
     def prediction_step(
         self,
@@ -208,17 +330,72 @@ class DLiteTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, inputs), None, None
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics[f"{prefix}_tau"] = live_tau(
+            self.target, self.drafter, dataloader.dataset, self.args, self.accelerator
+        )
+        return output
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("loss")), None)
         statistics = self._statistics[int(self.model.training)]
         num_rows, num_correct, acceptance = self.accelerator.reduce(statistics)
         if prefix is not None and num_rows.any():
-            acceptance = acceptance / num_rows.clamp_min(1)
+            acceptance, accuracy = acceptance / num_rows.clamp_min(1), num_correct / num_rows.clamp_min(1)
             logs[f"{prefix}accuracy"] = (num_correct.sum() / num_rows.sum()).item()
+            logs |= {f"{prefix}accuracy_{k}": value for k, value in enumerate(accuracy.tolist(), start=1)}
             logs |= {f"{prefix}acceptance_{k}": value for k, value in enumerate(acceptance.tolist(), start=1)}
             logs[f"{prefix}expected_tau"] = 1 + acceptance.cumprod(dim=0).sum().item()
             statistics.zero_()
+        if "loss" in logs:
+            logs["stable_share"] = self.stable_share
+            logs |= self.progress.speed(self.state)
         super().log(logs, start_time)
+
+
+def _drafter_in(model: Any) -> DLiteForDrafting:
+    """The drafter itself, out of the PEFT model that may be around it."""
+    drafter = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(drafter, DLiteForDrafting):
+        raise TypeError(
+            f"`model` is a {type(drafter).__name__}, but must be a drafter; make one with "
+            "`DLiteForDrafting.from_target(target)`."
+        )
+    if hasattr(drafter.sequential_head.output_proj, "lora_A"):
+        raise TypeError(
+            "An adapter changes `output_proj`, whose weight the loss reads directly; leave it out of "
+            "`target_modules`, or train it whole as one of `modules_to_save`."
+        )
+    return drafter
+
+
+def _check_teacher(teacher: Any, drafter: DLiteForDrafting) -> None:
+    if not isinstance(teacher, DLiteForDrafting):
+        raise TypeError(f"`teacher` is a {type(teacher).__name__}, but must be a drafter with history.")
+    if teacher.config.history_window == 0:
+        raise ValueError(
+            "`teacher` has `history_window` 0, but a teacher keeps history; train one with a window first."
+        )
+    for name in ("vocab_size", "num_draft_tokens", "anchor_group_size", "sequential_rank", "draft_vocab_size"):
+        of_teacher, of_drafter = getattr(teacher.config, name), getattr(drafter.config, name)
+        if of_teacher != of_drafter:
+            raise ValueError(
+                f"The teacher's `{name}` is {of_teacher}, but the drafter's {of_drafter}; make both with the same, "
+                "since the teacher's head is copied."
+            )
+
+
+def _whole(weight: torch.Tensor) -> torch.Tensor:
+    """A parameter that FSDP2 may hold in shards; it is used outside the forward that would gather it."""
+    if not isinstance(weight, DTensor):
+        return weight
+    # Every process has a gradient of its own, of which FSDP2 keeps the mean.
+    whole = weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+    if whole.requires_grad:
+        whole.register_hook(lambda grad: grad / weight.device_mesh.size())
+    return whole
 
 
 __all__ = ["DLiteTrainer"]

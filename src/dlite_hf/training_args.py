@@ -19,6 +19,10 @@ class DLiteTrainingArguments(TrainingArguments):
         tv_weight (`float`, defaults to 1.0): weight of the total variation, sum_v |p - q|.
         ce_labels (`str`, defaults to `"argmax"`): label of the cross entropy, `"argmax"` for the target's most likely
             token, which greedy verification asks for, or `"token"` for the token of the sample.
+        warmup_epochs (`float`, defaults to 0.0): epochs at the start that learn from a teacher, the paper's 2.
+        transition_epochs (`float`, defaults to 0.0): epochs after them that blend into the stable stage.
+        eval_num_prompts (`int`, defaults to 32): held-out prompts that an evaluation generates for, to measure tau.
+        eval_max_new_tokens (`int`, defaults to 128): tokens generated for each.
 
     Raises:
         ValueError: if one of these is out of its range.
@@ -49,8 +53,20 @@ class DLiteTrainingArguments(TrainingArguments):
             "choices": ["argmax", "token"],
         },
     )
+    warmup_epochs: float = field(default=0.0, metadata={"help": "Epochs at the start that learn from a teacher."})
+    transition_epochs: float = field(
+        default=0.0, metadata={"help": "Epochs after the warm-up that blend into the stable stage."}
+    )
+    eval_num_prompts: int = field(
+        default=32, metadata={"help": "Held-out prompts that an evaluation generates for, to measure tau."}
+    )
+    eval_max_new_tokens: int = field(default=128, metadata={"help": "Tokens that it generates for each."})
 
     def __post_init__(self) -> None:
+        # A loss can fall while acceptance falls, too.
+        self.metric_for_best_model: str | None = self.metric_for_best_model or (
+            "tau" if self.load_best_model_at_end else None
+        )
         super().__post_init__()
         if self.max_length < 3:
             raise ValueError(f"`max_length` is {self.max_length}, but a prompt, an anchor and a draft token need 3.")
@@ -62,6 +78,16 @@ class DLiteTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"`ce_weight` is {self.ce_weight} and `tv_weight` {self.tv_weight}, but none may be negative, and one "
                 "must be positive."
+            )
+        if min(self.warmup_epochs, self.transition_epochs) < 0 or (self.transition_epochs and not self.warmup_epochs):
+            raise ValueError(
+                f"`warmup_epochs` is {self.warmup_epochs} and `transition_epochs` {self.transition_epochs}, but none "
+                "may be negative, and a transition follows a warm-up."
+            )
+        if min(self.eval_num_prompts, self.eval_max_new_tokens) < 1:
+            raise ValueError(
+                f"`eval_num_prompts` is {self.eval_num_prompts} and `eval_max_new_tokens` {self.eval_max_new_tokens}, "
+                "but both must be at least 1."
             )
         if self.ce_labels not in ("argmax", "token"):
             raise ValueError(f"`ce_labels` is {self.ce_labels!r}, but must be 'argmax' or 'token'.")

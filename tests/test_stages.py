@@ -1,0 +1,348 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""The stages of a training: teacher, warm-up, transition, stable; what each changes, and what a resumption keeps."""
+
+import copy
+import math
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from dlite_hf import trainer as trainer_module
+from dlite_hf.generation.candidate_generator import DLiteCandidateGenerator
+from dlite_hf.target import capture_hidden_states
+from dlite_hf.trainer import DLiteTrainer
+
+from .test_trainer import gradient_of_one_step, make_args, make_samples, take_batch
+
+
+W = 6
+STAGES = {
+    "teacher": {"ce_weight": 1.0, "tv_weight": 0.0},
+    "warmup": {"warmup_epochs": 5.0},
+    "transition": {"warmup_epochs": 0.2, "transition_epochs": 0.6},
+    "stable": {},
+}
+
+
+@pytest.fixture
+def teacher(tiny_llama, make_drafter):
+    torch.manual_seed(5)
+    teacher = make_drafter(tiny_llama, history_window=W)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return teacher
+
+
+def make_trainer(folder, target, drafter, teacher=None, samples=None, **overrides):
+    samples = make_samples() if samples is None else samples
+    return DLiteTrainer(drafter, target, make_args(folder, **overrides), samples, teacher=teacher)
+
+
+def at(trainer, epoch):
+    trainer.state.epoch = epoch
+    return trainer
+
+
+def test_the_stages_follow_one_another(tmp_path, tiny_llama, make_drafter, teacher):
+    trainer = make_trainer(
+        tmp_path, tiny_llama, make_drafter(tiny_llama), teacher, warmup_epochs=2.0, transition_epochs=1.0
+    )
+    expected = {0.0: 0.0, 1.99: 0.0, 2.0: 0.0, 2.25: (1 - math.sqrt(0.5)) / 2, 2.5: 0.5, 3.0: 1.0, 7.0: 1.0}
+    assert {epoch: at(trainer, epoch).stable_share for epoch in expected} == pytest.approx(expected)
+    stages = ["warmup", "warmup", "transition", "transition", "transition", "stable", "stable"]
+    assert [at(trainer, epoch).stage for epoch in expected] == stages
+    assert make_trainer(tmp_path, tiny_llama, make_drafter(tiny_llama)).stage == "stable"
+    assert make_trainer(tmp_path, tiny_llama, teacher, **STAGES["teacher"]).stage == "teacher"
+
+
+def naive_losses(trainer, batch):
+    """KL from the teacher, and the stable loss, of the batch as the definition has them."""
+    weights = batch["weights"]
+    target = trainer._run_target(batch)
+    with torch.no_grad():
+        log_q, log_t = (
+            drafter.sequential_head.logits(
+                drafter(**trainer._drafter_inputs(drafter, batch, target)).head_states
+            ).log_softmax(dim=-1)
+            for drafter in (trainer.drafter, trainer.teacher)
+        )
+    p = target.distribution.logits.softmax(dim=-1)[target.rows]
+    divergence = (log_t.exp() * (log_t - log_q)).sum(dim=-1)
+    cross_entropy = -log_q.gather(-1, p.argmax(dim=-1)[..., None])[..., 0]
+    stable = 0.1 * cross_entropy + (log_q.exp() - p).abs().sum(dim=-1)
+    return [((weights * each).sum() / weights.sum()).item() for each in (divergence, stable)]
+
+
+@pytest.mark.parametrize("epoch, share", [(0.0, 0.0), (1.5, 0.5), (2.0, 1.0)])
+def test_the_loss_blends_the_divergence_into_the_stable_loss(
+    tmp_path, tiny_llama, make_drafter, teacher, epoch, share
+):
+    trainer = make_trainer(
+        tmp_path, tiny_llama, make_drafter(tiny_llama), teacher, warmup_epochs=1.0, transition_epochs=1.0
+    )
+    batch = take_batch(trainer)
+    divergence, stable = naive_losses(trainer, batch)
+    assert divergence > 0.1
+    loss = at(trainer, epoch).compute_loss(trainer.model, batch).item()
+    assert loss == pytest.approx((1 - share) * divergence + share * stable, rel=1e-5)
+
+
+def test_the_head_is_the_teachers_until_the_warmup_ends(tmp_path, tiny_llama, make_drafter, teacher):
+    def train(steps):
+        # Two steps an epoch.
+        trainer = make_trainer(
+            tmp_path,
+            tiny_llama,
+            make_drafter(tiny_llama),
+            teacher,
+            warmup_epochs=1.0,
+            max_steps=steps,
+            weight_decay=0.1,
+        )
+        before = copy.deepcopy(trainer.drafter.state_dict())
+        trainer.train()
+        return {name for name, value in trainer.drafter.state_dict().items() if not torch.equal(value, before[name])}
+
+    drafter = make_drafter(tiny_llama)
+    make_trainer(tmp_path, tiny_llama, drafter, teacher, warmup_epochs=1.0)
+    for name, value in drafter.sequential_head.state_dict().items():
+        assert torch.equal(value, teacher.sequential_head.state_dict()[name])
+    names = {name for name, _ in make_drafter(tiny_llama).named_parameters()}
+    head = {name for name in names if name.startswith("sequential_head.")}
+    assert train(2) == names - head
+    assert train(4) == names
+
+
+def test_teacher_and_target_stay_as_they_were(tmp_path, tiny_llama, make_drafter, teacher):
+    before = [copy.deepcopy(each.state_dict()) for each in (teacher, tiny_llama)]
+    make_trainer(
+        tmp_path,
+        tiny_llama,
+        make_drafter(tiny_llama),
+        teacher,
+        warmup_epochs=0.5,
+        transition_epochs=0.5,
+        max_steps=3,
+    ).train()
+    for model, state in zip((teacher, tiny_llama), before, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_does_not_change_the_gradient_of_any_stage(
+    tmp_path, tiny_llama, make_drafter, teacher, stage, monkeypatch
+):
+    drafter = make_drafter(tiny_llama, history_window=W if stage == "teacher" else 0)
+    taught_by = teacher if stage in ("warmup", "transition") else None
+    if stage == "transition":  # the step is the first; put it into the middle of the blend
+        monkeypatch.setattr(DLiteTrainer, "stable_share", 0.3)
+        monkeypatch.setattr(DLiteTrainer, "stage", "transition")
+    arguments = {**STAGES[stage], "teacher": taught_by}
+    whole, whole_loss = gradient_of_one_step(
+        tmp_path, tiny_llama, drafter, make_samples(), per_device_train_batch_size=8, **arguments
+    )
+    parts, parts_loss = gradient_of_one_step(
+        tmp_path,
+        tiny_llama,
+        drafter,
+        make_samples(),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        **arguments,
+    )
+    assert parts_loss == pytest.approx(whole_loss, rel=1e-5)
+    assert sum(gradient.abs().max() > 1e-3 for gradient in whole.values()) > len(whole) / 2
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_resumes_across_the_end_of_the_warmup(tmp_path, tiny_llama, make_drafter, teacher):
+    def train(folder, resume=None):
+        # Four steps an epoch: warm-up for 3, transition for 1, stable from 5 on.
+        trainer = make_trainer(
+            folder,
+            tiny_llama,
+            make_drafter(tiny_llama),
+            teacher,
+            make_samples(16),
+            warmup_epochs=0.75,
+            transition_epochs=0.25,
+            max_steps=6,
+            max_anchors=3,
+            learning_rate=1e-2,
+            save_strategy="steps",
+            save_steps=2,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole, resumed = train(tmp_path / "whole"), train(tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-2"))
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+    states = [trainer.optimizer.state_dict()["state"] for trainer in (whole, resumed)]
+    assert states[0].keys() == states[1].keys()
+    for index, state in states[0].items():
+        assert all(torch.equal(torch.as_tensor(value), states[1][index][key]) for key, value in state.items())
+    assert whole.lr_scheduler.get_last_lr() == resumed.lr_scheduler.get_last_lr()
+    counts = [
+        {
+            stage: {key: each[key] for key in ("steps", "anchors", "tokens")}
+            for stage, each in t.progress.stages.items()
+        }
+        for t in (whole, resumed)
+    ]
+    assert counts[0] == counts[1]
+    assert {stage: each["steps"] for stage, each in counts[0].items()} == {"warmup": 3, "transition": 1, "stable": 2}
+    shares = [[entry["stable_share"] for entry in t.state.log_history if "loss" in entry] for t in (whole, resumed)]
+    assert shares[0] == shares[1]
+
+
+def test_progress_counts_what_was_trained_on(tmp_path, tiny_llama, make_drafter):
+    samples = make_samples()
+    trainer = make_trainer(tmp_path, tiny_llama, make_drafter(tiny_llama), samples=samples, max_steps=4)
+    trainer.train()
+    # Two epochs over all samples, every valid anchor of them.
+    progress = trainer.progress.stages["stable"]
+    assert progress["tokens"] == 2 * sum(len(sample["input_ids"]) for sample in samples)
+    assert progress["anchors"] == 2 * sum(sum(sample["supervised"]) - 1 for sample in samples)
+    assert progress["steps"] == 4 and progress["seconds"] > 0
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(entry["tokens_per_second"] > 0 for entry in logs)
+    assert [entry["remaining_hours"] > 0 for entry in logs] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("window", [0, W])
+def test_the_training_forward_says_what_generation_drafts(tmp_path, tiny_llama, make_drafter, window, group_size):
+    drafter = make_drafter(tiny_llama, history_window=window, anchor_group_size=group_size)
+    trainer = make_trainer(tmp_path, tiny_llama, drafter)
+    batch = take_batch(trainer)
+    drafted = []
+    for row, anchor in batch["anchors"].tolist():
+        prefix = batch["input_ids"][row : row + 1, : anchor + 1]
+        generator = DLiteCandidateGenerator(drafter, tiny_llama, GenerationConfig(max_length=1000, do_sample=False))
+        with (
+            torch.no_grad(),
+            capture_hidden_states(tiny_llama, drafter.config.captured_layer_ids, max(window, 1)) as capture,
+        ):
+            tiny_llama(prefix[:, :-1])
+        outputs = {"hidden_states": capture.hidden_states}
+        drafted.append(generator.get_candidates(prefix, model_outputs=outputs)[0][0, anchor + 1 :])
+    batch["draft_token_ids"] = torch.stack(drafted)
+    assert batch["draft_token_ids"].unique().numel() > 10
+    with torch.no_grad():
+        target = trainer._run_target(batch)
+        states = drafter(**trainer._drafter_inputs(drafter, batch, target)).head_states
+        logits = drafter.sequential_head.logits(states)
+    assert torch.equal(logits.argmax(dim=-1), batch["draft_token_ids"])
+
+
+def test_nothing_leaks_from_the_future_or_another_row(tmp_path, tiny_llama, make_drafter):
+    drafter = make_drafter(tiny_llama, history_window=W)
+    trainer = make_trainer(tmp_path, tiny_llama, drafter)
+    batch = take_batch(trainer)
+    rows, anchors = batch["anchors"].unbind(dim=1)
+    predicted = anchors[:, None] + torch.arange(1, drafter.config.num_draft_tokens + 1)
+
+    @torch.no_grad()
+    def states(input_ids):
+        changed = {**batch, "input_ids": input_ids}
+        drafted = predicted.clamp_max(input_ids.shape[1] - 1)
+        changed["draft_token_ids"] = input_ids[rows[:, None], drafted]
+        changed["previous_token_ids"] = input_ids[rows[:, None], anchors[:, None]]
+        inputs = trainer._drafter_inputs(drafter, changed, trainer._run_target(changed))
+        return drafter(**inputs).head_states
+
+    before, some_changed = states(batch["input_ids"]), False
+    for row in range(batch["input_ids"].shape[0]):
+        for t in range(2, int(batch["attention_mask"][row].sum()), 3):
+            input_ids = batch["input_ids"].clone()
+            input_ids[row, t] = (input_ids[row, t] + 1) % 90
+            changed = (states(input_ids) - before).abs().amax(dim=-1) > 1e-5
+            some_changed |= bool(changed.any())
+            assert not changed[(rows != row)[:, None] | (predicted <= t)].any(), (row, t)
+    assert some_changed
+
+
+def test_the_best_checkpoint_is_the_one_with_the_best_tau(tmp_path, tiny_llama, make_drafter, monkeypatch):
+    taus = iter([1.5, 2.5, 2.0])
+    monkeypatch.setattr(trainer_module, "live_tau", lambda *args: next(taus))
+    args = make_args(
+        tmp_path,
+        max_steps=3,
+        learning_rate=1e-2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+    )
+    trainer = DLiteTrainer(make_drafter(tiny_llama), tiny_llama, args, make_samples(), make_samples(4, seed=1))
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert losses[2] < losses[1]  # the loss alone would have chosen the last
+    assert trainer.state.best_metric == 2.5
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+
+
+def test_evaluation_generates_for_held_out_prompts(tmp_path, tiny_llama, make_drafter, monkeypatch):
+    samples = make_samples(5, seed=1)
+    samples[0]["supervised"] = [t in (4, 5, 8, 9) for t in range(len(samples[0]["input_ids"]))]
+    prompts, generate = [], type(tiny_llama).generate
+
+    def spy(self, *args, **kwargs):
+        prompts.append(kwargs["input_ids"][0].tolist())
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(tiny_llama), "generate", spy)
+    args = make_args(tmp_path, eval_num_prompts=4, eval_max_new_tokens=12)
+    drafter = make_drafter(tiny_llama)
+    metrics = DLiteTrainer(drafter, tiny_llama, args, eval_dataset=samples).evaluate()
+    ids = [sample["input_ids"] for sample in samples]
+    starts = [sample["supervised"].index(True) for sample in samples]
+    assert prompts == [ids[0][:4], ids[0][:8], ids[1][: starts[1]], ids[2][: starts[2]]]
+    assert 1 <= metrics["eval_tau"] <= 6
+
+
+def test_refuses_a_teacher_that_does_not_fit(tmp_path, tiny_llama, make_drafter, teacher):
+    drafter = make_drafter(tiny_llama)
+    with pytest.raises(ValueError, match="given.*0.0.*both or neither"):
+        make_trainer(tmp_path, tiny_llama, drafter, teacher)
+    with pytest.raises(ValueError, match="missing.*1.0.*both or neither"):
+        make_trainer(tmp_path, tiny_llama, drafter, warmup_epochs=1.0)
+    with pytest.raises(ValueError, match="`history_window` 0"):
+        make_trainer(tmp_path, tiny_llama, drafter, make_drafter(tiny_llama), warmup_epochs=1.0)
+    with pytest.raises(TypeError, match="LlamaForCausalLM"):
+        make_trainer(tmp_path, tiny_llama, drafter, tiny_llama, warmup_epochs=1.0)
+    other = make_drafter(tiny_llama, sequential_rank=24)
+    with pytest.raises(ValueError, match=f"`sequential_rank` is {teacher.config.sequential_rank}.*24"):
+        make_trainer(tmp_path, tiny_llama, other, teacher, warmup_epochs=1.0)
+    for overrides in ({"warmup_epochs": -1.0}, {"transition_epochs": 1.0}):
+        with pytest.raises(ValueError, match="transition follows a warm-up"):
+            make_args(tmp_path, **overrides)
+    with pytest.raises(ValueError, match="`eval_num_prompts` is 0"):
+        make_args(tmp_path, eval_num_prompts=0)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+def test_a_reduced_vocabulary_trains_as_the_definition_says(tmp_path, tiny_llama, make_drafter, draft_vocab_size):
+    ids = None if draft_vocab_size is None else range(5, 5 + draft_vocab_size)
+    drafter = make_drafter(tiny_llama, draft_vocab_ids=ids)
+    trainer = make_trainer(tmp_path, tiny_llama, drafter)
+    batch = take_batch(trainer)
+    with torch.no_grad():
+        states = drafter(**trainer._drafter_inputs(drafter, batch, trainer._run_target(batch))).head_states
+        q = drafter.sequential_head.logits(states).softmax(dim=-1)
+        logits = tiny_llama(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    rows, anchors = batch["anchors"].unbind(dim=1)
+    predicting = (anchors[:, None] + torch.arange(drafter.config.num_draft_tokens)).clamp_max(logits.shape[1] - 1)
+    p = logits[rows[:, None], predicting].softmax(dim=-1)
+    top = p.argmax(dim=-1)
+    q_top = q.gather(-1, top[..., None])[..., 0]
+    cross_entropy = torch.where(q_top > 0, -q_top.log(), torch.zeros(()))
+    losses = 0.1 * cross_entropy + (q - p).abs().sum(dim=-1)
+    expected = (batch["weights"] * losses).sum() / batch["weights"].sum()
+    assert trainer.compute_loss(drafter, batch).item() == pytest.approx(expected.item(), rel=1e-5)
