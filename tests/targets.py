@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -20,6 +21,7 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -59,6 +61,11 @@ GPT2_SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def _make_llava() -> LlavaForConditionalGeneration:
@@ -144,3 +151,13 @@ def make_inputs(target: PreTrainedModel, length: int, seed: int = 0) -> dict[str
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         inputs["pixel_values"] = torch.randn(1, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
     return inputs
+
+
+def make_chatml_tokenizer() -> PreTrainedTokenizerFast:
+    """Characters as tokens, and two special tokens that begin and end a turn: ids 0 and 1."""
+    vocab = {token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", "\n", *map(chr, range(32, 126))])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    return tokenizer

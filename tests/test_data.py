@@ -1,121 +1,13 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""What is supervised, which positions are anchors, and how blocks are laid out."""
+"""Which positions are anchors, how blocks are laid out, and which tokens are frequent."""
 
 import math
 
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from dlite_hf.data import (
-    drafting_data_collator,
-    sample_anchors,
-    sample_blocks,
-    tokenize_conversation,
-    tokenize_conversations,
-)
-
-
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-EOS = 1
-
-
-def make_chatml_tokenizer():
-    """Characters as tokens, and two special tokens that begin and end a turn: ids 0 and 1."""
-    vocab = {token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", "\n", *map(chr, range(32, 126))])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>")
-    tokenizer.chat_template = CHATML
-    return tokenizer
-
-
-@pytest.fixture
-def tokenizer():
-    return make_chatml_tokenizer()
-
-
-def conversation(answer="Hello there", **fields):
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
-    return {"messages": messages, **fields}
-
-
-def supervised_text(tokenizer, sample):
-    ids = [token for token, kept in zip(sample["input_ids"], sample["supervised"], strict=True) if kept]
-    return "".join(tokenizer.convert_ids_to_tokens(ids))
-
-
-def test_supervises_the_reply_and_its_end_of_turn(tokenizer):
-    sample = tokenize_conversation(conversation(), tokenizer, [EOS], 4096)
-    assert supervised_text(tokenizer, sample) == "Hello there<|im_end|>"
-    # The template's newline behind the turn is gone: the target never writes it.
-    text = "".join(tokenizer.convert_ids_to_tokens(sample["input_ids"]))
-    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello there<|im_end|>"
-
-
-def test_only_the_last_turn_is_supervised(tokenizer):
-    messages = [*conversation("First")["messages"], *conversation("Second")["messages"]]
-    sample = tokenize_conversation({"messages": messages}, tokenizer, [EOS], 4096)
-    assert supervised_text(tokenizer, sample) == "Second<|im_end|>"
-
-
-def test_an_answer_that_was_cut_has_no_end_of_turn(tokenizer):
-    sample = tokenize_conversation(conversation(finish_reason="length"), tokenizer, [EOS], 4096)
-    assert supervised_text(tokenizer, sample) == "Hello there"
-    assert sample["input_ids"][-1] != EOS
-    sample = tokenize_conversation(conversation(finish_reason="stop"), tokenizer, [EOS], 4096)
-    assert supervised_text(tokenizer, sample) == "Hello there<|im_end|>"
-
-
-def test_cuts_at_the_training_length(tokenizer):
-    whole = tokenize_conversation(conversation(), tokenizer, [EOS], 4096)
-    length = len(whole["input_ids"]) - 5
-    cut = tokenize_conversation(conversation(), tokenizer, [EOS], length)
-    assert cut == {name: values[:length] for name, values in whole.items()}
-
-
-def test_tools_reach_the_template(tokenizer):
-    tokenizer.chat_template = "{% if tools %}tools {% endif %}" + CHATML
-    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
-    sample = tokenize_conversation(conversation(tools=tools), tokenizer, [EOS], 4096)
-    assert "".join(tokenizer.convert_ids_to_tokens(sample["input_ids"])).startswith("tools <|im_start|>")
-    assert supervised_text(tokenizer, sample) == "Hello there<|im_end|>"
-
-
-def test_refuses_what_has_no_answer(tokenizer):
-    with pytest.raises(ValueError, match="'c7' ends with role 'user'"):
-        tokenize_conversation({"id": "c7", "messages": [{"role": "user", "content": "Hi"}]}, tokenizer, [EOS], 4096)
-
-
-def test_refuses_a_prompt_that_is_not_how_the_conversation_begins(tokenizer):
-    tokenizer.chat_template = "{{ messages | length }}" + CHATML
-    with pytest.raises(ValueError, match="'c7'.*do not begin with"):
-        tokenize_conversation(conversation(id="c7"), tokenizer, [EOS], 4096)
-
-
-def test_refuses_a_template_that_does_not_end_the_turn(tokenizer):
-    with pytest.raises(ValueError, match=r"'c7'.*\[77\]"):
-        tokenize_conversation(conversation(id="c7"), tokenizer, [77], 4096)
-
-
-@pytest.mark.parametrize("as_dataset", [False, True])
-def test_counts_what_it_skips(tokenizer, transformers_log, as_dataset):
-    # With the end of turn, an empty answer has one supervised token, and a cut one of one character as well.
-    corpus = [conversation(answer, finish_reason="stop") for answer in ("Hello", "", "a")]
-    corpus.append(conversation("a", finish_reason="length"))
-    samples = tokenize_conversations(Dataset.from_list(corpus) if as_dataset else corpus, tokenizer, [EOS], 4096)
-    assert [supervised_text(tokenizer, sample) for sample in samples] == ["Hello<|im_end|>", "a<|im_end|>"]
-    assert "Skipped 2 of 4" in transformers_log.text
-
-
-def test_refuses_a_corpus_with_nothing_supervised(tokenizer):
-    with pytest.raises(ValueError, match="None of 2 .* 10"):
-        tokenize_conversations([conversation(), conversation("Other")], tokenizer, [EOS], max_length=10)
+from dlite_hf.data import drafting_data_collator, most_frequent_tokens, sample_anchors, sample_blocks
 
 
 def brute_force_anchors(supervised):
@@ -198,3 +90,72 @@ def test_weights_are_zero_behind_a_hole_and_in_the_padding():
 def test_a_batch_without_anchors_has_one_of_no_weight():
     blocks = make_blocks([{"input_ids": [1, 2, 3, 4], "supervised": [False, True, False, True]}])
     assert blocks["weights"].tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("changed", [3, 6, 11])
+def test_a_later_token_reaches_no_earlier_block(changed, group_size):
+    """Changing token t leaves what a block is given before t, and its labels at other positions, as they were."""
+    ids = list(range(10, 22))
+    features = [{"input_ids": ids, "supervised": [False, True, True, False] + [True] * 8}] * 2
+    before = make_blocks(features, anchor_group_size=group_size)
+    other = {**features[0], "input_ids": ids[:changed] + [99] + ids[changed + 1 :]}
+    after = make_blocks([features[0], other], anchor_group_size=group_size)
+    rows, positions = before["anchors"].T
+    assert torch.equal(before["anchors"], after["anchors"]) and torch.equal(before["weights"], after["weights"])
+
+    is_given = (rows[:, None] == 1) & (positions[:, None] + torch.arange(1 - group_size, 1) == changed)
+    assert torch.equal(before["previous_token_ids"] != after["previous_token_ids"], is_given)
+    drafted = positions[:, None] + torch.arange(1, 4)
+    is_label = (rows[:, None] == 1) & (drafted.clamp_max(len(ids) - 1) == changed)
+    assert torch.equal(before["draft_token_ids"] != after["draft_token_ids"], is_label)
+    assert is_label.any()
+
+
+def test_padding_reaches_no_block():
+    short = {"input_ids": [10, 11, 12, 13, 14], "supervised": [False, False, True, True, True]}
+    alone = make_blocks([short])
+    padded = make_blocks([short, {"input_ids": list(range(30)), "supervised": [False] * 28 + [True] * 2}])
+    is_short = padded["anchors"][:, 0] == 0
+    assert is_short.sum() == 2
+    for name in ("anchors", "previous_token_ids", "weights"):
+        assert torch.equal(padded[name][is_short], alone[name])
+    counts = alone["weights"] > 0
+    assert torch.equal(padded["draft_token_ids"][is_short][counts], alone["draft_token_ids"][counts])
+
+
+SAMPLES = [
+    {"input_ids": [9, 9, 9, 9, 5, 5, 5, 7], "supervised": [False] * 4 + [True] * 4},
+    {"input_ids": [4, 3, 7, 1], "supervised": [False, True, True, True]},
+]  # supervised: 5 three times, 7 twice, 1 and 3 once
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_the_most_frequent_tokens_and_their_coverage(as_dataset):
+    samples = Dataset.from_list(SAMPLES) if as_dataset else SAMPLES
+    assert most_frequent_tokens(samples, 2, [], vocab_size=10) == ([5, 7], 5 / 7)
+    assert most_frequent_tokens(samples, 3, [], vocab_size=10) == ([1, 5, 7], 6 / 7)
+    # The end of turn takes a place, whether it occurs or not.
+    assert most_frequent_tokens(samples, 2, [1], vocab_size=10) == ([1, 5], 4 / 7)
+    assert most_frequent_tokens(samples, 2, [8, 8], vocab_size=10) == ([5, 8], 3 / 7)
+    # Filled up with the lowest ids, the prompts' tokens among them like any other.
+    assert most_frequent_tokens(samples, 7, [8], vocab_size=10) == ([0, 1, 2, 3, 5, 7, 8], 1.0)
+    assert most_frequent_tokens(samples, 10, [8], vocab_size=10).token_ids == list(range(10))
+    assert most_frequent_tokens(samples, 500, [8, 8], vocab_size=1000).token_ids == list(range(500))
+    assert most_frequent_tokens(samples, 1, [8, 8], vocab_size=10) == ([8], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 0}, "size 0 .* 10 "),
+        ({"size": 11}, "size 11 .* 10 "),
+        ({"size": 1, "always_include": [1, 2]}, "size 1 .* 2 of `always_include`"),
+        ({"vocab_size": 7}, "id 7 .* 7"),
+        ({"always_include": [12]}, "id 12 .* 10"),
+        ({"samples": [{"input_ids": [1, 2], "supervised": [False, False]}]}, "No token"),
+    ],
+)
+def test_refuses_what_is_no_draft_vocabulary(options, message):
+    with pytest.raises(ValueError, match=message):
+        most_frequent_tokens(**{"samples": SAMPLES, "size": 2, "always_include": [], "vocab_size": 10, **options})

@@ -1,97 +1,71 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""From conversations answered by the target to the blocks that a drafter learns: tokens, anchors, weights."""
+"""From samples to what a drafter learns: batches, anchors, blocks and their weights, the tokens that occur most."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from .losses import position_weights
 
 
-logger = logging.get_logger(__name__)
-
-
-def tokenize_conversation(
-    conversation: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    eos_token_ids: Collection[int],
-    max_length: int,
-) -> dict[str, list]:
-    """A sample `{"input_ids": [...], "supervised": [...]}`, both of the sample's length T.
-
-    Supervised are the tokens of the last message and the end-of-turn token behind it. What the chat template appends
-    after that is cut off; so is the end of turn where `finish_reason` is `"length"`, since the target did not end its
-    turn there.
+class DraftVocabulary(NamedTuple):
+    """The tokens that a drafter with a reduced vocabulary can propose.
 
     Args:
-        conversation: `messages` whose last one is the target's answer; optionally `tools`, `finish_reason` and `id`.
-        tokenizer: the target's tokenizer, with a chat template.
-        eos_token_ids: the ids that end the target's turn.
-        max_length: the sample is cut to so many tokens, on the right.
+        token_ids: their ids, sorted.
+        coverage: the fraction of the corpus's supervised tokens that are among them.
+    """
+
+    token_ids: list[int]
+    coverage: float
+
+
+def most_frequent_tokens(
+    samples: Iterable[dict[str, Any]], size: int, always_include: Collection[int], vocab_size: int
+) -> DraftVocabulary:
+    """The `size` most frequent supervised tokens of a corpus; where two are as frequent, the lower id.
+
+    Args:
+        samples: `input_ids` and `supervised`.
+        size: how many tokens; those that never occur fill it up, lowest ids first.
+        always_include: ids that are among them however rare, such as the target's end-of-turn ids.
+        vocab_size: the target's vocabulary size.
 
     Raises:
-        ValueError: if the conversation does not end with an answer, if its prompt is not how it begins, or if the
-            template does not end the turn with one of `eos_token_ids`.
+        ValueError: if `size` is out of its range, `always_include` does not fit into it, a token is not in the
+            vocabulary, or nothing is supervised.
     """
-    messages, tools = conversation["messages"], conversation.get("tools")
-    name = f"Conversation {conversation['id']!r}" if "id" in conversation else "A conversation"
-    if not messages or messages[-1]["role"] != "assistant":
-        role = messages[-1]["role"] if messages else None
+    included = sorted(set(always_include))
+    if not max(1, len(included)) <= size <= vocab_size:
         raise ValueError(
-            f"{name} ends with role {role!r}, but its last message must be the target's answer, role 'assistant'; let "
-            "the target answer it with `dlite_hf.regeneration.regenerate`."
+            f"A draft vocabulary of size {size} was asked for, but it must hold at least one token and the "
+            f"{len(included)} of `always_include`, and at most the {vocab_size} of the vocabulary; choose one between."
         )
-    prompt_ids = tokenizer.apply_chat_template(
-        messages[:-1], tools=tools, add_generation_prompt=True, return_dict=False
-    )
-    input_ids = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
-    if input_ids[: len(prompt_ids)] != prompt_ids:
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    largest = max(included, default=0)
+    for sample in samples:
+        input_ids = torch.as_tensor(sample["input_ids"], dtype=torch.long)
+        supervised = torch.as_tensor(sample["supervised"], dtype=torch.bool)
+        token_ids, number = input_ids[supervised].unique(return_counts=True)
+        largest = max([largest, *token_ids[-1:].tolist()])
+        if largest >= vocab_size:
+            break
+        counts[token_ids] += number
+    if largest >= vocab_size:
         raise ValueError(
-            f"{name}: its {len(input_ids)} tokens do not begin with the {len(prompt_ids)} of its prompt, so what the "
-            "target answered is unknown; use a chat template that renders earlier turns as it did for the prompt."
+            f"Token id {largest} is not in a vocabulary of {vocab_size}; give the samples, the end-of-turn ids and "
+            "the vocabulary size of one target."
         )
-    end = next((i for i in range(len(prompt_ids), len(input_ids)) if input_ids[i] in eos_token_ids), None)
-    if end is None:
-        raise ValueError(
-            f"{name}: the chat template ends the answer with none of the target's end-of-turn ids "
-            f"{sorted(eos_token_ids)}; add the template's to `target.generation_config.eos_token_id`."
-        )
-    if conversation.get("finish_reason") != "length":
-        end += 1
-    supervised = [False] * len(prompt_ids) + [True] * (end - len(prompt_ids))
-    return {"input_ids": input_ids[:end][:max_length], "supervised": supervised[:max_length]}
-
-
-def tokenize_conversations(
-    conversations: Iterable[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    eos_token_ids: Collection[int],
-    max_length: int,
-) -> list[dict[str, list]]:
-    """[`tokenize_conversation`] of a corpus, a list of dictionaries or a `datasets.Dataset`.
-
-    Samples with fewer than two supervised tokens have no anchor; they are skipped, and their number is logged.
-
-    Raises:
-        ValueError: if no sample is left.
-    """
-    samples = [tokenize_conversation(each, tokenizer, eos_token_ids, max_length) for each in conversations]
-    kept = [sample for sample in samples if sum(sample["supervised"]) >= 2]
-    if not kept:
-        raise ValueError(
-            f"None of {len(samples)} conversations has two supervised tokens within `max_length` {max_length}; raise "
-            "it, or give conversations with longer answers."
-        )
-    if len(kept) < len(samples):
-        logger.warning(
-            f"Skipped {len(samples) - len(kept)} of {len(samples)} conversations: fewer than two supervised tokens "
-            f"within `max_length` {max_length}."
-        )
-    return kept
+    total = int(counts.sum())
+    if total == 0:
+        raise ValueError("No token of the samples is supervised, so none is frequent; give samples of answers.")
+    rank = counts.clone()
+    rank[included] = total + 1
+    # Stable: tokens that are as frequent, or never occur, stay in the order of their ids.
+    chosen = rank.sort(descending=True, stable=True).indices[:size]
+    return DraftVocabulary(chosen.sort().values.tolist(), int(counts[chosen].sum()) / total)
 
 
 def drafting_data_collator(features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
