@@ -1,0 +1,226 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""A card states what the folder and the reports hold, invents nothing, and its snippet runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from huggingface_hub import ModelCard, ModelCardData
+
+from dlite_hf import DLiteConfig, DLiteForDrafting
+from dlite_hf.model_card import create_model_card
+from dlite_hf.training_record import TrainingRecord
+
+from .targets import make_drafter, make_target
+from .test_model_cards import make_stand_in
+from .test_training_record import make_run
+
+
+TARGET = "owner/target"
+
+
+def save_drafter(folder, **overrides):
+    """A tiny drafter as `save_pretrained` writes it."""
+    drafter = make_drafter(make_target("llama"), target_name_or_path=TARGET, **overrides)
+    drafter.save_pretrained(folder)
+    return drafter
+
+
+def make_report(file, rows, **fields):
+    row = {"set": "s", "identical": True, "rounds": 10, "emitted": 20}
+    file.write_text(json.dumps({"dtype": "float32", **fields, "rows": [{**row, **each} for each in rows]}))
+    return file
+
+
+def table_row(card, first_cell):
+    """The cells behind `first_cell` in the only table line that begins with it."""
+    (line,) = re.findall(rf"^\| {re.escape(first_cell)} \| (.*) \|$", card.text, re.MULTILINE)
+    return line.split(" | ")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_drafter(tmp_path / "tiny-DLite")
+    return tmp_path / "tiny-DLite"
+
+
+def test_metadata_survives_a_round_trip(folder, tmp_path):
+    card = create_model_card(folder, license="mit", language="en", datasets=["owner/set"], repo_id="me/tiny")
+    card.save(tmp_path / "README.md")
+    loaded = ModelCard.load(tmp_path / "README.md")
+    assert ModelCardData(**loaded.data.to_dict()).to_dict() == card.data.to_dict()
+    assert loaded.data.to_dict() == {
+        "license": "mit",
+        "language": "en",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": TARGET,
+        "base_model_relation": "adapter",
+        "datasets": ["owner/set"],
+        "tags": ["dlite", "speculative-decoding", "draft-model"],
+    }
+
+
+def test_unknown_metadata_are_left_out(folder):
+    card = create_model_card(folder)
+    assert not {"license", "language", "datasets"} & card.data.to_dict().keys()
+    assert "No licence was stated for the drafter itself." in card.text
+
+
+def test_states_the_architecture(folder):
+    drafter = DLiteForDrafting.from_pretrained(folder)
+    card = create_model_card(folder)
+    last = drafter.config.num_target_layers - 1
+    assert table_row(card, "target layers read, S") == [f"3 of {last + 1}: 0, 2, {last}"]
+    assert table_row(card, "tokens proposed a round, K") == [str(drafter.config.num_draft_tokens)]
+    assert table_row(card, "draft vocabulary") == ["all 97 tokens"]
+    assert table_row(card, "parameters") == [f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M"]
+    assert table_row(card, "target's revision") == ["not recorded"]
+    assert "keeps no history" in card.text and "quantised (" not in card.text
+
+
+def test_states_what_is_special(tmp_path):
+    drafter = save_drafter(tmp_path, history_window=16, target_quantization="gguf", target_revision="abc123")
+    drafter.reduce_draft_vocabulary(range(1, 41))
+    drafter.save_pretrained(tmp_path)
+    card = create_model_card(tmp_path)
+    assert "keeps no history" not in card.text and "reads the last 16 verified tokens" in card.text
+    assert table_row(card, "target's revision") == ["abc123"] and table_row(card, "target's quantisation") == ["gguf"]
+    assert table_row(card, "draft vocabulary") == ["40 of 97 tokens"]
+    assert re.fullmatch(
+        r"F32, [\d.]+ MB", table_row(card, "weights")[0]
+    )  # the ids of the draft vocabulary are integers
+    assert "Its target was quantised (gguf) in training." in card.text
+
+
+def test_states_the_training(folder):
+    TrainingRecord([make_run(max_length=512, hardware="8 x GPU", versions={"torch": "2.0"})]).save(folder)
+    card = create_model_card(folder)
+    assert table_row(card, "warmup") == ["500", "64,000", "0.50"]
+    assert table_row(card, "stable") == ["2,000", "256,000", "1.50"]
+    assert table_row(card, "target as it ran") == [
+        "owner/target, revision abc123, dtype bfloat16, quantisation none recorded"
+    ]
+    assert table_row(card, "learning rate") == ["0.0004, cosine"]
+    assert table_row(card, "sequences a step") == ["24 (2 a device, 4 accumulated, 3 processes)"]
+    assert table_row(card, "loss") == ["0.1 CE (argmax labels) + 1 TV, forward KL in the warm-up; gamma 4"]
+    assert table_row(card, "hardware") == ["8 x GPU"] and table_row(card, "versions") == ["torch 2.0"]
+    assert table_row(card, "answers.jsonl") == [
+        "1,500", "90,000", r"MIT: 1,200<br>CC-BY\|4.0: 300", "owner/set: 1,500"
+    ]  # fmt: skip
+    assert "at most 512 tokens of a conversation" in card.text and "### Run" not in card.text
+
+
+def test_states_every_run(folder):
+    TrainingRecord([make_run(finished_at="2026-01-02", data=[]), make_run(finished_at="2026-01-03")]).save(folder)
+    text = create_model_card(folder).text
+    assert "### Run 1 of 2, 2026-01-02" in text and "### Run 2 of 2, 2026-01-03" in text
+    assert text.count("The data were not recorded.") == 1
+
+
+def test_states_what_is_missing(folder):
+    text = create_model_card(folder).text
+    assert "How it was trained was not recorded." in text
+    assert "tau: not measured. Speed: not measured." in text
+
+
+def test_figures_of_a_report(folder, tmp_path):
+    times = {"plain_tokens": 20, "plain_seconds": 2.0, "drafted_tokens": 30}
+    rows = [
+        {"set": "fast", "rounds": 10, "emitted": 30, **times, "drafted_seconds": 1.0, "accepted_per_position": [6, 2]},
+        {"set": "fast", "rounds": 30, "emitted": 40, **times, "drafted_seconds": 2.0, "accepted_per_position": [10]},
+        {"set": "slow", "identical": False, **times, "drafted_seconds": 4.0, "accepted_per_position": []},
+    ]
+    conditions = {"temperature": 0.0, "thinking": False, "num_draft_tokens": 7, "max_new_tokens": 30, "threads": 2}
+    report = make_report(tmp_path / "report.json", rows, machine="a machine", **conditions)
+    card = create_model_card(folder, [report])
+    assert (
+        "Temperature: 0.0. Thinking mode: off. K: 7. New tokens, at most: 30. Hardware: a machine. Threads: 2. "
+        "torch: not recorded. transformers: not recorded."
+    ) in card.text
+    # Plain 10 tokens/s; drafted 30, 15 and 7.5: pooled 60 / 3 s, and 90 / 7 s over all.
+    assert table_row(card, "fast") == ["2", "2", "1.75", "10.0", "20.0", "2.25x"]
+    assert table_row(card, "slow") == ["1", "0", "2.00", "10.0", "7.5", "0.75x"]
+    assert table_row(card, "all") == ["3", "2", "1.80", "10.0", "12.9", "1.50x"]
+    assert "Slower than plain generation on slow (0.75x)." in card.text
+    assert "Accepted at draft position 1, 2, ... of all rounds: 32%, 4%." in card.text
+
+
+def test_a_missing_figure_is_not_measured(folder, tmp_path):
+    timed = {"plain_tokens": 20, "plain_seconds": 2.0, "drafted_tokens": 30, "drafted_seconds": 1.0}
+    rows = [{"set": "half", **timed}, {"set": "half"}, {"set": "none", "rounds": 0, "emitted": 0}]
+    card = create_model_card(folder, [make_report(tmp_path / "report.json", rows)])
+    assert table_row(card, "half") == ["2", "2", "2.00", *["not measured"] * 3]
+    assert table_row(card, "none") == ["1", "1", *["not measured"] * 4]
+    assert "Thinking mode: not recorded. K: not recorded." in card.text
+    assert "Slower" not in card.text and "Accepted at" not in card.text and "prefills in chunks" not in card.text
+
+
+def test_outputs_that_part(folder, tmp_path):
+    part = {"identical": False, "identical_in_chunks": False, "largest_rounding": 0.25}
+    rows = [
+        {**part, "top2_gap": 0.5},
+        {**part, "top2_gap": 0.75},
+        {**part, "top2_gap": None},
+        {"identical_in_chunks": True},
+    ]
+    text = create_model_card(folder, [make_report(tmp_path / "report.json", rows)]).text
+    assert "3 of 4 outputs differ from plain generation's, 1 of them first at a near tie" in text
+    assert "differs from itself on 3 of 4" in text
+
+
+@pytest.mark.parametrize("text", ["rows", "[]", "{}", '{"rows": []}', '{"rows": [1]}', '{"rows": [{"set": "s"}]}'])
+def test_what_is_no_report_is_refused(folder, tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(ValueError, match="^report.json is no "):
+        create_model_card(folder, [tmp_path / "report.json"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"license": "Apache 2.0"}, "`license` is 'Apache 2.0'"),
+        ({"repo_id": "a/b/c"}, "`repo_id` is 'c'"),
+        ({"base_model": "/home/jane/target"}, "`base_model` is 'target'"),
+        ({"datasets": ["yizhongw/self instruct"]}, "`datasets` is 'self instruct'"),
+    ],
+)
+def test_what_the_hub_would_refuse_is_refused(folder, arguments, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        create_model_card(folder, **arguments)
+    assert "jane" not in str(raised.value)
+
+
+def test_a_target_known_by_its_folder_needs_a_name(tmp_path):
+    save_drafter(tmp_path / "drafter")
+    config = DLiteConfig.from_pretrained(tmp_path / "drafter", target_name_or_path=str(tmp_path))
+    config.save_pretrained(tmp_path / "drafter")
+    with pytest.raises(ValueError, match=f"names the target {tmp_path.name!r}.*pass `base_model`"):
+        create_model_card(tmp_path / "drafter")
+    assert create_model_card(tmp_path / "drafter", base_model="owner/named").data.base_model == "owner/named"
+
+
+def test_a_folder_without_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="'tiny-DLite' holds no model.safetensors"):
+        create_model_card(folder)
+
+
+def test_snippet_runs_offline(folder, tmp_path):
+    (snippet,) = re.findall(r"```python\n(.*?)```", create_model_card(folder, repo_id="me/tiny").text, re.DOTALL)
+    assert set(re.findall(r'from_pretrained\("([^"]+)"', snippet)) == {TARGET, "me/tiny"}
+    make_stand_in(DLiteConfig.from_pretrained(folder), tmp_path / "target")
+    for hub_id, local in ((TARGET, tmp_path / "target"), ("me/tiny", folder)):
+        snippet = snippet.replace(f'"{hub_id}"', repr(str(local)))
+    process = subprocess.run(
+        [sys.executable, "-c", snippet + "\nprint('emitted', output.shape[1] - inputs['input_ids'].shape[1])"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"emitted [1-9]", process.stdout)
+    assert "trust_remote_code" not in snippet
