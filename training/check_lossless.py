@@ -12,8 +12,7 @@ prompts that part is given beside how many part when plain generation merely pre
 
 import argparse
 import json
-import os
-import platform
+import math
 import statistics
 import time
 from pathlib import Path
@@ -21,29 +20,63 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from dlite_hf import DLiteForDrafting, speculation_statistics
+from dlite_hf.conversations import template_inputs
+from dlite_hf.training_record import hardware
 
 
 ARMS = ("plain", "drafted")
 
 
-def read_prompts(folder: Path, num_per_file: int) -> list[tuple[str, str, str]]:
-    """(set, id, first user text) of the first prompts of every file."""
+def read_prompts(
+    folder: Path, num_per_file: int, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> list[tuple[str, str, BatchEncoding]]:
+    """(set, id, prompt) of the first records of every file that have one of at most `max_prompt_tokens`.
+
+    A record has `turns`, user texts of which the first is asked, or `messages` (and `tools`), a conversation that is
+    taken up before the latest assistant's message whose prompt is short enough.
+    """
     prompts = []
     for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines()[:num_per_file]:
+        found: list[tuple[str, str, BatchEncoding]] = []
+        for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            prompts.append((file.stem, record["id"], record["turns"][0]))
+            if "turns" in record:
+                record["messages"], places = [{"role": "user", "content": record["turns"][0]}], [1]
+            else:
+                places = [i for i, message in enumerate(record["messages"]) if message["role"] == "assistant"]
+            messages, tools = template_inputs(record)
+            options = {"tools": tools, "add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            inputs = [tokenizer.apply_chat_template(messages[:place], **options) for place in places]
+            inputs = [each for each in inputs if each["input_ids"].shape[1] <= max_prompt_tokens]
+            if inputs and len(found) < num_per_file:
+                found.append((file.stem, record["id"], inputs[-1]))
+        prompts += found
     return prompts
 
 
-def timed_generate(target: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: Any) -> tuple[list[int], float]:
-    started = time.perf_counter()
-    sequences = target.generate(**inputs, do_sample=False, **kwargs)
+class FirstToken(BaseStreamer):
+    """Notes when the first token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())  # the prompt comes first of all
+
+    def end(self) -> None:
+        pass
+
+
+def timed_generate(target: PreTrainedModel, inputs: BatchEncoding, **kwargs: Any) -> tuple[list[int], float, float]:
+    """The answer, the seconds until its first token, and those until its end."""
+    streamer, started = FirstToken(), time.perf_counter()
+    sequences = target.generate(**inputs, do_sample=False, streamer=streamer, **kwargs)
     seconds = time.perf_counter() - started
-    return sequences[0, inputs["input_ids"].shape[1] :].tolist(), seconds
+    return sequences[0, inputs["input_ids"].shape[1] :].tolist(), streamer.times[1] - started, seconds
 
 
 @torch.no_grad()
@@ -78,6 +111,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--num_per_file", type=int, default=8)
     parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--max_prompt_tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
@@ -86,22 +120,18 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     drafter = DLiteForDrafting.from_pretrained(args.drafter, dtype=args.dtype).eval()
     step = drafter.config.num_draft_tokens + 1
-    limit = target.config.max_position_embeddings - args.max_new_tokens
+    limit = min(args.max_prompt_tokens, target.config.max_position_embeddings - args.max_new_tokens)
     rows: list[dict[str, Any]] = []
-    for name, prompt_id, text in read_prompts(args.prompts, args.num_per_file):
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        if inputs["input_ids"].shape[1] > limit:
-            print(f"{name} {prompt_id}: skipped, {inputs['input_ids'].shape[1]} tokens")
-            continue
+    for name, prompt_id, inputs in read_prompts(args.prompts, args.num_per_file, tokenizer, limit):
         options = {"max_new_tokens": args.max_new_tokens}
         if not rows:  # warm up both arms
             timed_generate(target, inputs, max_new_tokens=16)
             timed_generate(target, inputs, max_new_tokens=16, assistant_model=drafter)
-        plain, plain_seconds = timed_generate(target, inputs, **options)
+        plain, plain_first, plain_seconds = timed_generate(target, inputs, **options)
         with speculation_statistics() as stats:
-            drafted, drafted_seconds = timed_generate(target, inputs, assistant_model=drafter, **options)
+            drafted, drafted_first, drafted_seconds = timed_generate(
+                target, inputs, assistant_model=drafter, **options
+            )
         row = {
             "set": name,
             "id": prompt_id,
@@ -114,11 +144,13 @@ def main() -> None:
             "accepted_per_position": stats.accepted_per_position,
             "plain_seconds": plain_seconds,
             "drafted_seconds": drafted_seconds,
+            "plain_first_token_seconds": plain_first,
+            "drafted_first_token_seconds": drafted_first,
             "drafting_seconds": stats.drafting_seconds,
             "verifying_seconds": stats.verifying_seconds,
         }
         if args.dtype != "float32":
-            chunked, _ = timed_generate(target, inputs, prefill_chunk_size=64, **options)
+            chunked, *_ = timed_generate(target, inputs, prefill_chunk_size=64, **options)
             row["identical_in_chunks"] = plain == chunked
             if plain != drafted:
                 row |= compare(target, inputs, plain, drafted, step)
@@ -126,11 +158,14 @@ def main() -> None:
         print(json.dumps({key: value for key, value in row.items() if key != "accepted_per_position"}), flush=True)
 
     report = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs",
+        "machine": hardware(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "dtype": args.dtype,
+        "temperature": 0.0,
+        "thinking": None,
+        "num_draft_tokens": step - 1,
         "max_new_tokens": args.max_new_tokens,
         "rows": rows,
     }
@@ -149,10 +184,16 @@ def summarize(rows: list[dict[str, Any]], dtype: str) -> None:
         speedup = statistics.median(
             row["drafted_tokens"] / row["drafted_seconds"] * row["plain_seconds"] / row["plain_tokens"] for row in part
         )
+        decoding = [
+            [(row[f"{arm}_tokens"] - 1) / (row[f"{arm}_seconds"] - row[f"{arm}_first_token_seconds"]) for arm in ARMS]
+            for row in part
+            if min(row["plain_tokens"], row["drafted_tokens"]) > 1
+        ]
+        decoding_speedup = statistics.median(drafted / plain for plain, drafted in decoding) if decoding else math.nan
         print(
-            f"{name:14s} {len(part):3d} prompts, {sum(row['identical'] for row in part):3d} identical, tau {tau:.2f}, "
+            f"{name:17s} {len(part):3d} prompts, {sum(row['identical'] for row in part):3d} identical, tau {tau:.2f}, "
             f"plain {speed['plain']:.1f} tokens/s, drafted {speed['drafted']:.1f} tokens/s, "
-            f"median speedup {speedup:.2f}x"
+            f"median speedup {speedup:.2f}x, without the prefill {decoding_speedup:.2f}x"
         )
     if dtype != "float32":
         print(

@@ -1,97 +1,109 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """Trains a drafter on stored hidden states of a small target: one pass of the target, then anchors from everywhere.
 
-    python training/train_stored.py --target <folder or Hub id> --train_files answers.jsonl --store store --bf16 \
-        --output_dir out --mask_token_id 4 --num_hidden_layers 3 --sequential_rank 128
+    python training/train_stored.py --target <folder or Hub id> --train_files answers.jsonl --store store.pt --bf16 \
+        --output_dir out --mask_token_id 4 --num_hidden_layers 3 --sequential_rank 128 --draft_vocab_size 8192
 
 On a machine without an accelerator the target's forward costs more than the drafter's training. This script runs the
-target once over the conversations and stores, for the answers alone, the hidden states of the tapped layers (S * H
-numbers a token, printed before the first is written); a batch then draws its anchors from the whole corpus, and the
-target's logits follow from the stored last layer. For any but a small corpus use `training/train.py`, which runs the
-target beside the drafter.
+target once over the conversations and stores, for the answers and a window before them, the hidden states of the
+tapped layers (S * H numbers a token, printed before the first is written); a batch then draws its anchors from the
+whole corpus, and the target's logits over the draft vocabulary follow from the stored last layer. For any but a small
+corpus use `dlite-hf train`, which runs the target beside the drafter.
+
+`--history_window` with `--ce_weight 1 --tv_weight 0` trains a teacher; `--teacher` with `--warmup_epochs` learns from
+it. `--drafter` goes on from another drafter's weights.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from train import ScriptArguments, new_drafter, read_conversations
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, Trainer
 from transformers.utils import logging
 
-from dlite_hf import DLiteConfig, DLiteTrainer, DLiteTrainingArguments
-from dlite_hf.data import sample_blocks, tokenize_conversations
+from dlite_hf import DLiteConfig, DLiteForDrafting, DLiteTrainer, DLiteTrainingArguments
+from dlite_hf.conversations import tokenize_conversations
+from dlite_hf.data import sample_blocks
+from dlite_hf.history import DLiteHistory
+from dlite_hf.losses import TargetDistribution
 from dlite_hf.target import capture_hidden_states, gather_features
+from dlite_hf.trainer import TargetOutputs
 
 
 logger = logging.get_logger("dlite_hf.train")
 
 
 @dataclass
-class StoreArguments:
+class StoredArguments:
+    target: str = field(metadata={"help": "Folder or Hub id of the target."})
     store: Path = field(metadata={"help": "File that holds the hidden states; written if it does not exist."})
+    train_files: list[str] = field(default_factory=list, metadata={"help": "JSON lines of conversations, for it."})
+    store_window: int = field(default=128, metadata={"help": "Tokens before an answer that are stored, too."})
+    target_dtype: str = field(default="bfloat16", metadata={"help": "The dtype that the target runs in."})
     target_name: str | None = field(default=None, metadata={"help": "The target's name in the configuration."})
     target_quantization: str | None = field(default=None, metadata={"help": "How the target's weights were made."})
-
-
-def load_store(
-    file: Path,
-    conversation_files: list[str],
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: DLiteConfig,
-    max_length: int,
-) -> dict[str, torch.Tensor]:
-    """The store in `file`, written from the conversations first where it does not exist."""
-    if not file.exists():
-        conversations = read_conversations(conversation_files)
-        samples = tokenize_conversations(conversations, tokenizer, [tokenizer.eos_token_id], max_length)
-        write_store(target, samples, config, file)
-    return torch.load(file, mmap=True)
+    drafter: str | None = field(default=None, metadata={"help": "A drafter whose weights to start from."})
+    teacher: str | None = field(default=None, metadata={"help": "The teacher of the warm-up."})
+    num_hidden_layers: int | None = field(default=None, metadata={"help": "Depth of the drafter's backbone."})
+    sequential_rank: int | None = field(default=None, metadata={"help": "Rank of the sequential head."})
+    mask_token_id: int | None = field(default=None, metadata={"help": "The placeholder's row in the embedding."})
+    target_layer_ids: list[int] | None = field(default=None, metadata={"help": "The target's layers to read."})
+    context_fusion: str | None = field(default=None, metadata={"help": "'sequence' or 'feature'."})
+    history_window: int | None = field(default=None, metadata={"help": "W of a teacher, or of the ablation."})
+    history_layer_ids: list[int] | None = field(default=None, metadata={"help": "The layers read of the history."})
+    draft_vocab_size: int | None = field(default=None, metadata={"help": "The most frequent tokens of the answers."})
+    random_weights: bool = field(default=False, metadata={"help": "Take no first weights from the target."})
 
 
 @torch.no_grad()
-def write_store(target: PreTrainedModel, samples: list[dict[str, Any]], config: DLiteConfig, file: Path) -> None:
-    """Stores the blocks of all samples and the features `[S, H]` of every token from the first pivot on."""
-    num_tokens = sum(sum(sample["supervised"]) + 1 for sample in samples)
-    size = num_tokens * len(config.target_layer_ids) * config.hidden_size * target.dtype.itemsize
+def write_store(
+    target: PreTrainedModel, samples: Sequence[dict[str, Any]], config: DLiteConfig, window: int, file: Path
+) -> None:
+    """Stores the blocks of all samples, and of every token from `window` before the first pivot on what the target
+    says: hidden states, the most likely next token, and the logarithm of the sum of all exponentials."""
+    starts = [max(0, sample["supervised"].index(True) - 1 - window) for sample in samples]
+    num_tokens = sum(len(sample["input_ids"]) - start for sample, start in zip(samples, starts, strict=True))
+    layer_ids = config.captured_layer_ids
+    size = num_tokens * len(layer_ids) * config.hidden_size * target.dtype.itemsize
     logger.warning(f"Storing {num_tokens} tokens of hidden states takes {size / 2**30:.2f} GiB in {file}.")
-    features = torch.empty(num_tokens, len(config.target_layer_ids), config.hidden_size, dtype=target.dtype)
-    blocks: dict[str, list[torch.Tensor]] = {"pivots": [], "previous": [], "drafted": [], "weights": []}
-    start = 0
-    for number, sample in enumerate(samples):
-        input_ids = torch.tensor([sample["input_ids"]])
-        supervised = torch.tensor([sample["supervised"]])
-        first = int(supervised[0].nonzero()[0]) - 1
-        with capture_hidden_states(target, config.target_layer_ids, None) as capture:
-            target(input_ids=input_ids, use_cache=False, logits_to_keep=1)
-        rows = gather_features(capture.hidden_states, config.target_layer_ids, slice(first, None))
-        assert rows is not None
-        features[start : start + rows.shape[1]] = rows[0]
-        batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "supervised": supervised}
+    features = torch.empty(num_tokens, len(layer_ids), config.hidden_size, dtype=target.dtype)
+    parts: dict[str, list[torch.Tensor]] = {}
+    end = 0
+    for number, (sample, first) in enumerate(zip(samples, starts, strict=True)):
+        input_ids, supervised = torch.tensor([sample["input_ids"]]), torch.tensor([sample["supervised"]])
+        start, end = end, end + input_ids.shape[1] - first
+        with capture_hidden_states(target, layer_ids, None) as capture:
+            logits = target(input_ids=input_ids, use_cache=False, logits_to_keep=end - start).logits[0].float()
+        rows = gather_features(capture.hidden_states, layer_ids, slice(first, None))
+        if rows is None:
+            raise ValueError(f"{type(target).__name__} ran without the hooks that read its layers.")
+        features[start:end] = rows[0]
         block = sample_blocks(
-            batch,
+            {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "supervised": supervised},
             max_anchors=input_ids.shape[1],
             num_draft_tokens=config.num_draft_tokens,
             anchor_group_size=config.anchor_group_size,
             loss_decay=4.0,
         )
-        blocks["pivots"].append(block["anchors"][:, 1] - 1 - first + start)
-        blocks["previous"].append(block["previous_token_ids"])
-        blocks["drafted"].append(block["draft_token_ids"])
-        blocks["weights"].append(block["weights"])
-        start += rows.shape[1]
+        pivots = block["anchors"][:, 1] - 1 - first + start
+        for name, values in (
+            ("pivots", pivots),
+            ("starts", torch.full_like(pivots, start)),
+            ("previous", block["previous_token_ids"]),
+            ("drafted", block["draft_token_ids"]),
+            ("weights", block["weights"]),
+            ("top", logits.argmax(dim=-1)),
+            ("log_normalizer", logits.logsumexp(dim=-1)),
+        ):
+            parts.setdefault(name, []).append(values)
         if number % 100 == 99:
             logger.warning(f"{number + 1} of {len(samples)} conversations stored")
-    torch.save({"features": features[:start], **{name: torch.cat(parts) for name, parts in blocks.items()}}, file)
+    tensors = {name: torch.cat(values) for name, values in parts.items()}
+    torch.save({"features": features, "layer_ids": torch.tensor(layer_ids), **tensors}, file)
 
 
 class StoredAnchors(Dataset):
@@ -109,9 +121,8 @@ class StoredAnchors(Dataset):
     def collate(self, items: list[dict[str, int]]) -> dict[str, torch.Tensor]:
         index = torch.tensor([item["index"] for item in items])
         return {
-            "input_ids": index,
             "attention_mask": torch.ones_like(index),
-            "anchors": self.store["pivots"][index],
+            "anchors": torch.stack([self.store["starts"][index], self.store["pivots"][index]], dim=1),
             "previous_token_ids": self.store["previous"][index],
             "draft_token_ids": self.store["drafted"][index],
             "weights": self.store["weights"][index],
@@ -119,45 +130,118 @@ class StoredAnchors(Dataset):
 
 
 class StoredTrainer(DLiteTrainer):
-    """[`DLiteTrainer`] whose target has spoken before: features come from the store."""
+    """[`DLiteTrainer`] whose target has spoken before: what it said comes from the store."""
 
-    store: dict[str, torch.Tensor]
+    def __init__(self, *args: Any, store: dict[str, torch.Tensor], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.store = store
+        self.layer_ids = store["layer_ids"].tolist()
+        weight = self.target.get_output_embeddings().weight
+        vocab_ids = self.drafter.sequential_head.draft_vocab_ids
+        self.lm_head = weight if vocab_ids is None else weight[vocab_ids].contiguous()
+
+    # Anchors are no prompts to generate for.
+    evaluation_loop = Trainer.evaluation_loop
 
     def _sample_blocks(self, batch: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
         return batch  # every item is a block already
 
     @torch.no_grad()
-    def _run_target(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, anchors: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        features = self.store["features"]
-        predicting = anchors[:, None] + torch.arange(1, self.model.config.num_draft_tokens + 1)
-        needed, rows = predicting.clamp_max(len(features) - 1).unique(return_inverse=True)
-        # The last tapped layer is the decoder's output; what lies behind a block's end has no weight.
-        logits = self.target.get_output_embeddings()(features[needed, -1])
-        return features[anchors], logits, rows
+    def _run_target(self, inputs: dict[str, torch.Tensor]) -> TargetOutputs:
+        pivots = inputs["anchors"][:, 1:]
+        predicting = pivots + torch.arange(1, self.drafter.config.num_draft_tokens + 1)
+        # What lies behind a block's end has no weight.
+        needed, rows = predicting.clamp_max(len(self.store["features"]) - 1).unique(return_inverse=True)
+        # The last layer stored is the decoder's output.
+        logits = self.store["features"][needed, -1] @ self.lm_head.T
+        top = self.drafter.sequential_head.draft_rows(self.store["top"][needed])
+        return TargetOutputs((), TargetDistribution(logits, self.store["log_normalizer"][needed], top), rows)
+
+    def _features(
+        self, drafter: DLiteForDrafting, inputs: dict[str, torch.Tensor], target: TargetOutputs
+    ) -> tuple[torch.Tensor, DLiteHistory | None]:
+        starts, pivots = inputs["anchors"].unbind(dim=1)
+
+        def read(rows: torch.Tensor, layer_ids: list[int]) -> torch.Tensor:
+            columns = torch.tensor([self.layer_ids.index(i) for i in layer_ids])
+            return self.store["features"][rows[..., None], columns]
+
+        context, history, window = read(pivots, drafter.config.target_layer_ids), None, drafter.config.history_window
+        if window:
+            # A sequence an anchor: its own window, which begins where the conversation does or W - 1 before the pivot.
+            first = torch.maximum(starts, pivots - window + 1)
+            rows = (first[:, None] + torch.arange(window - 1)).clamp_max(len(self.store["features"]) - 1)
+            features = read(rows, drafter.config.history_layer_ids)
+            history = DLiteHistory(features, torch.arange(len(pivots)), pivots + 1 - first)
+        return context, history
+
+
+def most_frequent(store: dict[str, torch.Tensor], size: int) -> list[int]:
+    """The most frequent tokens of the answers, and of what the target finds most likely."""
+    tokens = torch.cat([store["drafted"][store["weights"] > 0], store["top"][store["pivots"]]])
+    counts = tokens.bincount()
+    chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
+    logger.warning(f"{size} tokens cover {counts[chosen].sum() / counts.sum():.2%} of the answers.")
+    return chosen.tolist()
+
+
+def make_drafter(args: StoredArguments, target: PreTrainedModel, tokenizer: Any) -> DLiteForDrafting:
+    overrides = {
+        "num_hidden_layers": args.num_hidden_layers,
+        "sequential_rank": args.sequential_rank,
+        "mask_token_id": args.mask_token_id,
+        "target_layer_ids": args.target_layer_ids,
+        "context_fusion": args.context_fusion,
+        "history_window": args.history_window,
+        "history_layer_ids": args.history_layer_ids,
+        "target_name_or_path": args.target_name,
+        "target_quantization": args.target_quantization,
+    }
+    if args.random_weights:
+        return DLiteForDrafting(DLiteConfig.from_target(target.config, tokenizer, **overrides))
+    drafter = DLiteForDrafting.from_target(target, tokenizer, **overrides)
+    if args.drafter is not None:
+        start = DLiteForDrafting.from_pretrained(args.drafter, dtype=torch.float32)
+        if start.config.draft_vocab_size is not None:
+            drafter.reduce_draft_vocabulary(start.sequential_head.draft_vocab_ids.tolist())
+        missing = drafter.load_state_dict(start.state_dict(), strict=False).missing_keys
+        logger.warning(f"From {args.drafter}, but for {missing or 'nothing'}.")
+    return drafter
 
 
 def main() -> None:
-    parser = HfArgumentParser((ScriptArguments, StoreArguments, DLiteTrainingArguments))
-    script_args, store_args, args = parser.parse_args_into_dataclasses()
+    script_args, args = HfArgumentParser((StoredArguments, DLiteTrainingArguments)).parse_args_into_dataclasses()
     logging.set_verbosity_info()
     target = AutoModelForCausalLM.from_pretrained(script_args.target, dtype=script_args.target_dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(script_args.target)
     torch.manual_seed(args.seed)
-    drafter = new_drafter(
-        script_args,
-        target,
-        tokenizer,
-        target_name_or_path=store_args.target_name,
-        target_quantization=store_args.target_quantization,
-    )
-    store = load_store(store_args.store, script_args.train_files, target, tokenizer, drafter.config, args.max_length)
+    drafter = make_drafter(script_args, target, tokenizer)
+    drafter.set_attn_implementation("eager")  # it has the fastest backward pass on a CPU
+    if not script_args.store.exists():
+        conversations = [line for file in script_args.train_files for line in Path(file).open(encoding="utf-8")]
+        eos_token_ids = [tokenizer.eos_token_id]
+        samples = tokenize_conversations(
+            [json.loads(line) for line in conversations], tokenizer, eos_token_ids, args.max_length
+        )
+        write_store(target, list(samples), drafter.config, script_args.store_window, script_args.store)
+    store = torch.load(script_args.store, mmap=True)
+    if script_args.draft_vocab_size is not None and drafter.config.draft_vocab_size is None:
+        drafter.reduce_draft_vocabulary(most_frequent(store, script_args.draft_vocab_size))
+    teacher = None
+    if script_args.teacher is not None:
+        teacher = DLiteForDrafting.from_pretrained(script_args.teacher, dtype=torch.float32)
+        teacher.set_attn_implementation("eager")
     anchors = StoredAnchors(store)
     trainer = StoredTrainer(
-        drafter, target, args, train_dataset=anchors, processing_class=tokenizer, data_collator=anchors.collate
+        drafter,
+        target,
+        args,
+        teacher=teacher,
+        train_dataset=anchors,
+        processing_class=tokenizer,
+        data_collator=anchors.collate,
+        store=store,
     )
-    trainer.store = store
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume == "true" else resume)
     drafter.to(target.dtype).save_pretrained(Path(args.output_dir) / "drafter")

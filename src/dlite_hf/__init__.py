@@ -14,6 +14,7 @@ from .modeling_dlite import DLiteForDrafting
 
 if TYPE_CHECKING:
     from .regeneration import regenerate
+    from .regeneration_backends import LocalBackend, OpenAIBackend
     from .trainer import DLiteTrainer
     from .training_args import DLiteTrainingArguments
 
@@ -25,13 +26,21 @@ __all__ = [
     "DLiteForDrafting",
     "DLiteTrainer",
     "DLiteTrainingArguments",
+    "LocalBackend",
+    "OpenAIBackend",
     "SpeculationStatistics",
     "regenerate",
     "speculation_statistics",
 ]
 
 # What needs the Trainer and its dependencies is imported when it is asked for.
-_LAZY = {"DLiteTrainer": "trainer", "DLiteTrainingArguments": "training_args", "regenerate": "regeneration"}
+_LAZY = {
+    "DLiteTrainer": "trainer",
+    "DLiteTrainingArguments": "training_args",
+    "LocalBackend": "regeneration_backends",
+    "OpenAIBackend": "regeneration_backends",
+    "regenerate": "regeneration",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,163 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""The command line: `dlite-hf COMMAND [recipe.yaml] [--field value ...]`."""
+
+import argparse
+import difflib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields
+from importlib import import_module
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from . import __version__
+
+
+class Command(NamedTuple):
+    """
+    A module of `dlite_hf.commands`, named as in [`COMMANDS`]; its `main` takes one of each of its dataclasses.
+
+    Args:
+        help: what it does.
+        argument_classes: the names of its dataclasses.
+        implies: options that follow from others.
+    """
+
+    help: str
+    argument_classes: tuple[str, ...]
+    implies: dict[str, str] = {}
+
+
+COMMANDS = {
+    "regenerate": Command("lets a target answer prompts: what a drafter is trained on", ("RegenerateArguments",)),
+    "train": Command(
+        "trains a drafter, with its teacher before it where one is asked for, or says what that would cost",
+        ("TrainArguments", "DLiteTrainingArguments", "EstimateArguments"),
+        implies={"--estimate": "--use_cpu"},  # an estimate of bfloat16 on an accelerator needs none
+    ),
+    "card": Command("writes the model card of a finished run", ("CardArguments",)),
+}
+
+
+class _Parser(HfArgumentParser):
+    """Raises what is wrong, rather than printing two hundred options with it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the process's exit status, 2 after a mistake of the user, told in one line."""
+    try:
+        run, arguments = _parse(sys.argv[1:] if argv is None else argv)
+    except (ValueError, TypeError, OSError) as error:
+        return _report(error)
+    try:
+        run(*arguments)
+    except OSError as error:
+        return _report(error)
+    except (ValueError, TypeError) as error:
+        # Of these only our own speak to the user; from elsewhere they are a defect, whose traceback is needed.
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if not frame.f_globals["__name__"].startswith(f"{__package__}."):
+            raise
+        return _report(error)
+    return 0
+
+
+def _report(error: Exception) -> int:
+    print(f"dlite-hf: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def _parse(argv: Sequence[str]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The command's `main` and its arguments.
+
+    Raises:
+        ValueError: if a command, a field or a value is unknown or missing.
+    """
+    commands = "\n".join(f"  {name:12s}{command.help}" for name, command in COMMANDS.items())
+    parser = _Parser(
+        prog="dlite-hf",
+        usage="dlite-hf COMMAND [recipe.yaml] [--field value ...]",
+        epilog=f"commands:\n{commands}\n\n`dlite-hf COMMAND --help` lists a command's fields.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dlite-hf {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do, see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its recipe and fields")
+    namespace = parser.parse_args(argv)
+
+    module = import_module(f".commands.{namespace.command}", __package__)
+    command = COMMANDS[namespace.command]
+    parser = _Parser(
+        [getattr(module, name) for name in command.argument_classes],
+        prog=f"dlite-hf {namespace.command}",
+        usage=f"dlite-hf {namespace.command} [recipe.yaml] [--field value ...]",
+        description=f"{command.help[0].upper()}{command.help[1:]}.",
+        epilog="A recipe gives fields by their names; those on the command line override it.",
+        allow_abbrev=False,
+    )
+    implied = [option for given, option in command.implies.items() if given in namespace.arguments]
+    return module.main, parse_arguments(parser, [*namespace.arguments, *implied])
+
+
+def parse_arguments(parser: HfArgumentParser, arguments: Sequence[str]) -> tuple[Any, ...]:
+    """The parser's dataclasses, from a recipe if the first argument is one, and from `--field value` after it.
+
+    Raises:
+        ValueError: if a field is unknown, or a value cannot be read or is missing.
+    """
+    names = [field.name for each in parser.dataclass_types for field in fields(each) if field.init]
+    if arguments and arguments[0].endswith((".yaml", ".yml")):
+        arguments = [*_read_recipe(arguments[0], names), *arguments[1:]]
+    *parsed, remaining = parser.parse_args_into_dataclasses(
+        list(arguments), return_remaining_strings=True, look_for_args_file=False
+    )
+    unknown = [each for each in remaining if each.startswith("--")]
+    if unknown:
+        _refuse_unknown(unknown, [f"--{name}" for name in names], "the command line")
+    if remaining:
+        raise ValueError(f"{remaining} belong to no field; write `--field value`, and a recipe first of all.")
+    return tuple(parsed)
+
+
+def _read_recipe(file: str, names: Collection[str]) -> list[str]:
+    """The recipe as a command line: so its values are read and checked as those of a command line are."""
+    with open(file, encoding="utf-8") as stream:
+        try:
+            recipe = yaml.safe_load(stream)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{file} is not YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{file} holds a {type(recipe).__name__}, but a recipe is `field: value` lines.")
+    unknown = [str(name) for name in recipe if name not in names]
+    if unknown:
+        _refuse_unknown(unknown, names, file)
+    arguments = []
+    for name, value in recipe.items():
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(_as_argument, value)]
+        elif value is not None:  # a field without a value keeps its default
+            arguments.append(f"--{name}={_as_argument(value)}")
+    return arguments
+
+
+def _as_argument(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"  # what `save_strategy: no` meant before YAML read it as a boolean
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _refuse_unknown(unknown: Collection[str], known: Collection[str], where: str) -> NoReturn:
+    near = {match: None for name in unknown for match in difflib.get_close_matches(name.split("=")[0], known)}
+    hint = f"did you mean {', '.join(near)}?" if near else "see --help for those that are."
+    raise ValueError(f"{', '.join(unknown)} in {where}: no such field; {hint}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

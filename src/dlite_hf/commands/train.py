@@ -1,0 +1,178 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""`dlite-hf train`: from answered conversations to a drafter, through its teacher where the recipe has one.
+
+A run may be killed at any time: the same command goes on from the newest checkpoint of whichever stage it was in.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..conversations import end_of_turn_ids, tokenize_conversations
+from ..data import most_frequent_tokens
+from ..estimate import describe
+from ..modeling_dlite import DLiteForDrafting
+from ..trainer import DLiteTrainer
+from ..training_args import DLiteTrainingArguments
+from ..training_record import DataRecord, StageRecord, TargetRecord, TrainingRecord, TrainingRun
+from ..training_record import hardware as describe_hardware
+from .train_arguments import (
+    EstimateArguments,
+    TrainArguments,
+    check_arguments,
+    drafter_overrides,
+    teacher_arguments,
+)
+from .train_cost import workload
+from .train_data import read_data
+
+
+def main(
+    train_args: TrainArguments,
+    training_args: DLiteTrainingArguments,
+    estimate_args: EstimateArguments | None = None,
+) -> None:
+    """Trains as the arguments say and leaves the drafter, in the target's dtype, in `<output_dir>/drafter`.
+
+    Raises:
+        ValueError: if the arguments contradict each other, or the data cannot be read.
+        OSError: if a file, the target or a drafter is missing.
+    """
+    check_arguments(train_args, training_args)
+    if estimate_args is not None and estimate_args.estimate:
+        print(describe(workload(train_args, training_args, estimate_args)))
+        return
+    student_folder = Path(training_args.output_dir, "drafter")
+    if student_folder.exists():
+        _say(training_args, f"{student_folder} is finished; remove it to train on, or choose another `output_dir`.")
+        return
+    tokenizer = AutoTokenizer.from_pretrained(train_args.target, revision=train_args.target_revision)
+    target = AutoModelForCausalLM.from_pretrained(
+        train_args.target, revision=train_args.target_revision, dtype=train_args.target_dtype
+    )
+    end_ids = end_of_turn_ids(target.generation_config)
+    with training_args.main_process_first(desc="reading the conversations"):
+        train, held_out, data = read_data(train_args, training_args)
+        options = (tokenizer, end_ids, training_args.max_length, train_args.template_options)
+        train = tokenize_conversations(train, *options)
+        held_out = None if held_out is None else tokenize_conversations(held_out, *options)
+
+    draft_vocab_ids = None
+    if train_args.draft_vocab_size is not None:
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        vocabulary = most_frequent_tokens(train, train_args.draft_vocab_size, end_ids, vocab_size)
+        draft_vocab_ids = vocabulary.token_ids
+        _say(training_args, f"{len(draft_vocab_ids)} tokens to draft cover {vocabulary.coverage:.2%} of the answers")
+
+    def run(args: DLiteTrainingArguments, history_window: int | None, teacher: str | Path | None = None) -> None:
+        set_seed(args.seed)  # the same new weights, whether or not another stage ran in this process before
+        if train_args.drafter is not None:
+            drafter = DLiteForDrafting.from_pretrained(train_args.drafter, dtype="float32")
+        else:
+            overrides = drafter_overrides(train_args, target.config)
+            drafter = DLiteForDrafting.from_target(
+                target, tokenizer, draft_vocab_ids=draft_vocab_ids, **overrides, history_window=history_window
+            )
+        taught_by = None if teacher is None else DLiteForDrafting.from_pretrained(teacher, dtype=target.dtype)
+        if train_args.attn_implementation is not None:
+            for model in (drafter, taught_by):
+                if model is not None:
+                    model.set_attn_implementation(train_args.attn_implementation)
+        trainer = DLiteTrainer(
+            drafter,
+            target,
+            args,
+            teacher=taught_by,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+        )
+        trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir))
+        earlier = [each for each in (train_args.drafter, teacher) if each is not None]
+        _save(trainer, train_args, data, earlier)
+
+    teacher: str | Path | None = train_args.teacher
+    if train_args.teacher_epochs:
+        args = teacher_arguments(train_args, training_args)
+        teacher = Path(args.output_dir, "drafter")
+        if teacher.exists():
+            _say(args, f"The teacher is finished: {teacher}")
+        else:
+            _say(args, f"Training the teacher, {args.num_train_epochs:g} epochs, in {args.output_dir}")
+            run(args, train_args.teacher_history_window)
+    _say(training_args, f"Training the drafter in {training_args.output_dir}")
+    run(training_args, train_args.history_window, teacher)
+    _say(training_args, f"The drafter is in {student_folder}")
+
+
+def newest_checkpoint(folder: str | os.PathLike) -> str | None:
+    """The newest checkpoint in `folder` that was written to its end."""
+    checkpoints = {
+        int(path.name.rpartition("-")[2]): path
+        for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.name.rpartition("-")[2].isdecimal()
+    }
+    for _, path in sorted(checkpoints.items(), reverse=True):
+        try:
+            TrainerState.load_from_json(str(path / "trainer_state.json"))  # the last file that a checkpoint gets
+        except (OSError, ValueError, TypeError):
+            continue
+        return str(path)
+    return None
+
+
+def _save(
+    trainer: DLiteTrainer, train_args: TrainArguments, data: list[DataRecord], earlier: Sequence[str | Path]
+) -> None:
+    """The trained drafter in the target's dtype, with the record of its training; there whole or not at all."""
+    folder = Path(trainer.args.output_dir, "drafter")
+    whole, unfinished = folder.with_name("drafter.fp32"), folder.with_name("drafter.unfinished")
+    trainer.save_model(str(whole), _internal_call=True)  # gathers what is sharded; `dlite-hf card` is what publishes
+    if trainer.is_world_process_zero():
+        drafter = DLiteForDrafting.from_pretrained(whole, dtype=trainer.target.dtype)
+        drafter.save_pretrained(unfinished)
+        runs = [run for each in earlier if TrainingRecord.exists(each) for run in TrainingRecord.load(each).runs]
+        TrainingRecord([*runs, _record(trainer, train_args, data)]).save(unfinished)
+        shutil.rmtree(whole)
+        unfinished.rename(folder)
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.free_memory()
+
+
+def _record(trainer: DLiteTrainer, train_args: TrainArguments, data: list[DataRecord]) -> TrainingRun:
+    args, config = trainer.args, trainer.drafter.config
+    return TrainingRun(
+        stages=[
+            StageRecord(stage, int(counts["steps"]), int(counts["anchors"]), counts["seconds"])
+            for stage, counts in trainer.progress.stages.items()
+        ],
+        target=TargetRecord(
+            train_args.target,
+            train_args.target_revision or config.target_revision,
+            str(trainer.target.dtype).removeprefix("torch."),
+            config.target_quantization,
+        ),
+        learning_rate=args.learning_rate,
+        lr_scheduler_type=args.lr_scheduler_type.value,
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        num_processes=args.world_size,
+        seed=args.seed,
+        ce_weight=args.ce_weight,
+        tv_weight=args.tv_weight,
+        ce_labels=args.ce_labels,
+        loss_decay=args.loss_decay,
+        max_length=args.max_length,
+        history_window=config.history_window,
+        data=data,
+        hardware=describe_hardware(args.device, args.world_size),
+    )
+
+
+def _say(args: DLiteTrainingArguments, message: str) -> None:
+    if args.process_index == 0:
+        print(message, flush=True)

@@ -1,0 +1,324 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""What a training run costs, before it starts: steps, tokens, FLOPs, hours, memory and disk. Arithmetic alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from .configuration_dlite import DLiteConfig
+from .modeling_dlite import DLiteForDrafting
+from .target import text_decoder
+
+
+# Dense bfloat16 products a second, from the makers' data sheets; "cpu": two cores with AMX, about what a large matmul
+# reaches on them.
+PEAK_FLOPS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "h800": 989e12, "cpu": 1e12}
+
+_ADAMW_BYTES = 16  # a parameter in fp32, its gradient and two moments
+_CHECKPOINT_BYTES = 12  # a parameter in fp32 and two moments
+_ROWS_PER_MATMUL = 512  # of the loss
+
+
+class TargetSize(NamedTuple):
+    """
+    Args:
+        num_parameters: all of the target's parameters.
+        products: multiplications of a token with the weights of the decoder.
+        scores: multiplications of a token's attention with one token that it sees, in all layers.
+        head: multiplications of `lm_head` at one position.
+    """
+
+    num_parameters: int
+    products: float
+    scores: int
+    head: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "TargetSize":
+        """Counted on a model without storage; of a mixture's experts only those that a token visits."""
+        with torch.device("meta"):
+            target = AutoModelForCausalLM.from_config(config)
+        text_config = config.get_text_config(decoder=True)
+        embeddings = {id(each.weight) for each in target.modules() if isinstance(each, nn.Embedding)}
+        products = 0.0
+        for parameter in text_decoder(target)[0].parameters():
+            if parameter.ndim == 2 and id(parameter) not in embeddings:
+                products += parameter.numel()
+            elif parameter.ndim == 3:
+                products += parameter.numel() * text_config.num_experts_per_tok / parameter.shape[0]
+        sizes = DLiteConfig.from_target(config, mask_token_id=0)
+        scores = 2 * sizes.num_target_layers * sizes.num_attention_heads * sizes.head_dim
+        return cls(target.num_parameters(), products, scores, sizes.hidden_size * sizes.vocab_size)
+
+    def forward_flops(self, num_tokens: float, num_logits: float) -> float:
+        """Of one sequence; scores are counted for all pairs, as kernels without a causal shortcut compute them."""
+        return 2 * (num_tokens * (self.products + num_tokens * self.scores) + num_logits * self.head)
+
+
+class DrafterFlops(NamedTuple):
+    """Of one sequence's forward; a backward pass costs twice as much again."""
+
+    backbone: float
+    history: float
+    vocabulary: float
+
+    @classmethod
+    def of(cls, config: DLiteConfig, num_anchors: float, num_tokens: float) -> "DrafterFlops":
+        """
+        Args:
+            config: of the drafter.
+            num_anchors: anchors drawn from the sequence.
+            num_tokens: tokens of the sequence, which only a drafter with history reads.
+        """
+        hidden, rank, num_layers = config.hidden_size, config.sequential_rank, config.num_hidden_layers
+        num_queries = config.anchor_group_size + config.num_draft_tokens
+        num_tapped = len(config.target_layer_ids)
+        num_slots = num_tapped if config.context_fusion == "sequence" else 1
+        num_keys = num_slots + num_queries
+        query_size = config.num_attention_heads * config.head_dim
+        key_value_size = 2 * config.num_key_value_heads * config.head_dim
+        layer = (
+            2 * num_queries * hidden * query_size
+            + num_keys * hidden * key_value_size
+            + 3 * num_queries * hidden * config.intermediate_size
+            + 2 * num_queries * num_keys * query_size
+        )
+        num_states = config.num_draft_tokens + config.anchor_group_size - 1
+        head = num_states * 4 * rank**2 + config.num_draft_tokens * (rank + hidden) * rank
+        fuse = num_tapped * hidden**2 if config.context_fusion == "feature" else 0
+        vocabulary = config.num_draft_tokens * rank * (config.draft_vocab_size or config.vocab_size)
+        history = 0.0
+        if config.history_window:
+            slots = num_tokens * hidden * (len(config.history_layer_ids) * hidden + num_layers * key_value_size)
+            num_seen = min(config.history_window - 1, num_tokens)
+            history = slots + num_anchors * num_layers * 2 * num_queries * num_seen * query_size
+        return cls(2 * num_anchors * (num_layers * layer + head + fuse), 2 * history, 2 * num_anchors * vocabulary)
+
+
+class StageCost(NamedTuple):
+    """FLOPs are of the whole stage, forward and backward; the teacher's cost stands under `teacher_flops`."""
+
+    stage: str
+    epochs: float
+    steps: int
+    target_tokens: float
+    anchors: float
+    target_flops: float
+    drafter_flops: float
+    vocabulary_flops: float
+    history_flops: float
+    teacher_flops: float
+
+    @property
+    def flops(self) -> float:
+        return sum(self[5:])
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run in numbers. Bytes are decimal.
+
+    Args:
+        target: sizes of the target.
+        drafter: the drafter to train.
+        teacher: its teacher, if there is one.
+        epochs: of each stage, in order, by its name: `"teacher"`, `"warmup"`, `"transition"`, `"stable"`.
+        num_conversations: conversations of an epoch.
+        mean_tokens: tokens of one, prompt included.
+        mean_answer_tokens: supervised tokens of one.
+        max_length: tokens of the longest.
+        max_anchors: anchors of a conversation and step.
+        batch_size: conversations of one forward on one device.
+        batches_per_step: forwards of one device in an optimizer step.
+        num_devices: devices that share a step.
+        target_bytes: of one of the target's numbers.
+        activation_bytes: of one of the drafter's activations, 2 in mixed precision.
+        checkpoints_kept: checkpoints on disk at the end, those of the teacher included.
+        device: a key of `PEAK_FLOPS`.
+        utilization: the fraction of its peak that is reached.
+    """
+
+    target: TargetSize
+    drafter: DLiteConfig
+    teacher: DLiteConfig | None
+    epochs: dict[str, float]
+    num_conversations: int
+    mean_tokens: float
+    mean_answer_tokens: float
+    max_length: int
+    max_anchors: int
+    batch_size: int
+    batches_per_step: int
+    num_devices: int
+    target_bytes: int
+    activation_bytes: int
+    checkpoints_kept: int
+    device: str
+    utilization: float
+
+    @property
+    def anchors_per_conversation(self) -> float:
+        return max(0.0, min(self.max_anchors, self.mean_answer_tokens - 1))
+
+    def stage_cost(self, stage: str) -> StageCost:
+        """What one stage costs. Anchors near the end of an answer count whole, so it is a little too much."""
+        epochs, anchors = self.epochs[stage], self.anchors_per_conversation
+        conversations = epochs * self.num_conversations
+        trained = self.teacher if stage == "teacher" and self.teacher else self.drafter
+        num_logits = min(self.mean_answer_tokens, anchors * self.drafter.num_draft_tokens)
+        flops = DrafterFlops.of(trained, anchors, self.mean_tokens)
+        teacher = 0.0
+        if stage in ("warmup", "transition") and self.teacher:
+            teacher = sum(DrafterFlops.of(self.teacher, anchors, self.mean_tokens))
+        per_step = self.batch_size * self.batches_per_step * self.num_devices
+        return StageCost(
+            stage,
+            epochs,
+            math.ceil(conversations / per_step),
+            conversations * self.mean_tokens,
+            conversations * anchors,
+            conversations * self.target.forward_flops(self.mean_tokens, num_logits),
+            conversations * 3 * flops.backbone,
+            conversations * 3 * flops.vocabulary,
+            conversations * 3 * flops.history,
+            conversations * teacher,
+        )
+
+    @property
+    def stages(self) -> list[StageCost]:
+        return [self.stage_cost(stage) for stage, epochs in self.epochs.items() if epochs > 0]
+
+    def device_hours(self, flops: float) -> float:
+        return flops / (PEAK_FLOPS[self.device] * self.utilization) / 3600
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """Bytes on one device in the largest step: every sequence of `max_length`, with `max_anchors`."""
+        models = [self.drafter, *([self.teacher] if self.teacher else [])]
+        tokens = self.batch_size * self.max_length
+        anchors = self.batch_size * min(self.max_anchors, self.max_length)
+        num_logits = min(tokens, anchors * self.drafter.num_draft_tokens)
+        vocab_size, rank = self.drafter.draft_vocab_size or self.drafter.vocab_size, self.drafter.sequential_rank
+        layers_read = max(len(model.captured_layer_ids) for model in models)
+        activations = anchors * max(activation_numbers(model) for model in models) * self.activation_bytes
+        memory = {
+            "target's weights": float(self.target.num_parameters * self.target_bytes),
+            "drafter in fp32, gradients, AdamW": max(map(num_parameters, models)) * _ADAMW_BYTES,
+            "target's hidden states": tokens * layers_read * self.drafter.hidden_size * self.target_bytes,
+            "target's logits": num_logits * self.drafter.vocab_size * self.target_bytes,
+            "drafter's activations (rough)": activations,
+            "loss": vocab_size * (_ROWS_PER_MATMUL * self.activation_bytes + rank * 4),
+        }
+        if self.teacher:
+            memory["teacher's weights"] = num_parameters(self.teacher) * self.target_bytes
+        return memory
+
+    @property
+    def disk(self) -> dict[str, float]:
+        """Bytes of what a run leaves, and of what it would have to store if the target did not run beside it."""
+        models = [self.drafter, *([self.teacher] if self.teacher else [])]
+        largest = max(map(num_parameters, models))
+        states = len(self.drafter.captured_layer_ids) * self.drafter.hidden_size * self.target_bytes
+        return {
+            f"{self.checkpoints_kept} checkpoints": float(self.checkpoints_kept * largest * _CHECKPOINT_BYTES),
+            "finished drafters": float(sum(map(num_parameters, models)) * self.target_bytes),
+            "not needed: hidden states, if stored": self.num_conversations * self.mean_tokens * states,
+        }
+
+
+def num_parameters(config: DLiteConfig) -> int:
+    """Parameters of a drafter."""
+    with torch.device("meta"):
+        return DLiteForDrafting(config).num_parameters()
+
+
+def activation_numbers(config: DLiteConfig) -> float:
+    """Numbers that one anchor leaves for the backward pass, roughly: factors fitted to what autograd keeps in bfloat16
+    autocast with sdpa attention."""
+    num_queries = config.anchor_group_size + config.num_draft_tokens
+    num_slots = len(config.target_layer_ids) if config.context_fusion == "sequence" else 1
+    query_size = config.num_attention_heads * config.head_dim
+    key_value_size = 2 * config.num_key_value_heads * config.head_dim
+    per_query = 9.5 * config.hidden_size + 5 * query_size + 4 * config.intermediate_size
+    per_key = 5 * config.hidden_size + 2.5 * key_value_size
+    return config.num_hidden_layers * (num_queries * per_query + (num_slots + num_queries) * per_key)
+
+
+def describe(workload: Workload) -> str:
+    """The estimate as tables for a terminal."""
+    stages = workload.stages
+    rows: list[Sequence[str]] = [
+        (
+            "stage",
+            "epochs",
+            "steps",
+            "target tokens",
+            "anchors",
+            "target",
+            "drafter",
+            "vocabulary",
+            "history",
+            "teacher",
+            "in all",
+            "hours",
+        ),  # fmt: skip
+    ]
+    for cost in stages:
+        hours = workload.device_hours(cost.flops)
+        rows.append(
+            (cost.stage, f"{cost.epochs:g}", f"{cost.steps:,}", _short(cost.target_tokens), _short(cost.anchors))
+            + tuple(map(_short, [*cost[5:], cost.flops]))
+            + (f"{hours:,.1f}",)
+        )
+    hours = workload.device_hours(sum(cost.flops for cost in stages))
+    count, device = workload.num_devices, workload.device
+    memory, disk = workload.memory, workload.disk
+    shared = memory["drafter in fp32, gradients, AdamW"] / count
+    lines = [
+        f"{workload.num_conversations:,} conversations of {workload.mean_tokens:,.0f} tokens, "
+        f"{workload.mean_answer_tokens:,.0f} supervised; {workload.anchors_per_conversation:,.0f} anchors of each",
+        f"target {_short(workload.target.num_parameters)} parameters, drafter "
+        f"{_short(num_parameters(workload.drafter))}, {workload.batch_size} x {workload.batches_per_step} x {count} "
+        "conversations a step",
+        "",
+        *_align(rows),
+        "target to teacher are FLOPs: target and teacher forward; drafter, vocabulary and history backward as well",
+        "",
+        f"{hours:,.1f} {device} hours, {hours / count:,.1f} hours on {count}, at {workload.utilization:.0%} of "
+        f"{PEAK_FLOPS[device] / 1e12:g} bfloat16 TFLOP/s; evaluation and regeneration not counted",
+        "",
+        f"memory of a device, sequences of {workload.max_length:,} tokens",
+        *_align([(f"  {name}", f"{_short(size)}B") for name, size in memory.items()]),
+        f"  in all {_short(sum(memory.values()))}B"
+        + (f"; FSDP or ZeRO leave {_short(shared)}B of the drafter's share" if count > 1 else ""),
+        "",
+        "disk",
+        *_align([(f"  {name}", f"{_short(size)}B") for name, size in disk.items()]),
+    ]
+    return "\n".join(lines)
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return lines
+
+
+def _short(number: float) -> str:
+    """Three digits and a decimal prefix: 38.1 T."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E", "Z"):
+        if number < 999.5 or prefix == "Z":
+            break
+        number /= 1000
+    return f"{number:.3g} {prefix}" if number < 1000 else f"{number:.0f} {prefix}"
+
+
+__all__ = ["PEAK_FLOPS", "DrafterFlops", "StageCost", "TargetSize", "Workload", "describe"]

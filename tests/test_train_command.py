@@ -1,0 +1,335 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""`dlite-hf train`: both runs of a recipe, going on after a kill, its data, and what it refuses."""
+
+import json
+
+import datasets
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dlite_hf import DLiteForDrafting, DLiteTrainer, cli
+from dlite_hf.commands.train import newest_checkpoint
+from dlite_hf.commands.train_data import read_conversations
+from dlite_hf.training_record import TrainingRecord
+
+
+TEMPLATE = (
+    "{% macro turn(role) %}<s>{{ role }}\n{% if brief and role == 'assistant' %}brief\n{% endif %}{% endmacro %}"
+    "{% for message in messages %}{{ turn(message['role']) }}{{ message['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ turn('assistant') }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """A tiny Llama, and a tokenizer of characters with two tokens around a turn."""
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", "\n", *map(chr, range(32, 126))])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=len(vocab) + 2,  # one row is left for the placeholder
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.5,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write_answers(file, number, **fields):
+    with open(file, "w", encoding="utf-8") as stream:
+        for i in range(number):
+            messages = [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"abc {i:02d}"}]
+            stream.write(json.dumps({"id": str(i), "license": "MIT", "messages": messages, **fields}) + "\n")
+    return str(file)
+
+
+@pytest.fixture
+def train(target_folder, tmp_path):
+    """`train("--field=value", ...)`: the exit status of a short run on 16 conversations."""
+    answers = write_answers(tmp_path / "answers.jsonl", 16)
+
+    def run(*options, output_dir="out"):
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(
+            f"target: {target_folder}\ntarget_dtype: float32\ntrain_files: [{answers}]\n"
+            f"output_dir: {tmp_path / output_dir}\nnum_hidden_layers: 1\nsequential_rank: 8\nnum_draft_tokens: 3\n"
+            "num_train_epochs: 2\nper_device_train_batch_size: 4\nsave_strategy: steps\nsave_steps: 2\n"
+            "use_cpu: true\ndisable_tqdm: true\n",
+            encoding="utf-8",
+        )
+        return cli.main(["train", str(recipe), *options])
+
+    return run
+
+
+STAGES = ("--teacher_epochs=1", "--teacher_history_window=8", "--warmup_epochs=1", "--transition_epochs=0.5")
+
+
+def test_all_stages(train, tmp_path, target_folder, capsys, transformers_log):
+    evaluation = ("--num_eval_conversations=4", "--eval_strategy=steps", "--eval_steps=2", "--eval_num_prompts=2")
+    assert train(*STAGES, *evaluation, "--eval_max_new_tokens=4", "--draft_vocab_size=40") == 0
+    drafter = DLiteForDrafting.from_pretrained(tmp_path / "out" / "drafter")
+    teacher = DLiteForDrafting.from_pretrained(tmp_path / "out" / "teacher" / "drafter")
+    assert (drafter.config.history_window, teacher.config.history_window) == (0, 8)
+    assert drafter.config.draft_vocab_size == teacher.config.draft_vocab_size == 40
+    assert (drafter.config.num_hidden_layers, drafter.config.sequential_rank) == (1, 8)
+    of_teacher, of_drafter = TrainingRecord.load(tmp_path / "out" / "drafter").runs
+    assert [(each.stage, each.steps) for each in of_teacher.stages] == [("teacher", 3)]
+    # 12 conversations are 3 steps an epoch; the transition's half epoch has those at 3 and 4 of 6.
+    assert [(each.stage, each.steps) for each in of_drafter.stages] == [
+        ("warmup", 3),
+        ("transition", 2),
+        ("stable", 1),
+    ]
+    assert (of_teacher.ce_weight, of_teacher.tv_weight) == (1.0, 0.0)
+    assert (of_drafter.ce_weight, of_drafter.tv_weight) == (0.1, 1.0)
+    assert of_drafter.data[0].file == "answers.jsonl" and of_drafter.data[0].licenses == {"MIT": 16}
+    assert not list((tmp_path / "out").glob("drafter.*"))
+    output = capsys.readouterr().out
+    assert "40 tokens to draft cover 100.00% of the answers" in output
+    assert "eval_tau" in output
+    assert "Only 4 conversations are held out" in transformers_log.text
+
+
+def test_leaves_the_drafter_in_the_targets_dtype(train, tmp_path):
+    assert train("--target_dtype=bfloat16", "--max_steps=1") == 0
+    assert DLiteForDrafting.from_pretrained(tmp_path / "out" / "drafter").dtype == torch.bfloat16
+
+
+def test_a_killed_run_goes_on_where_it_was(train, tmp_path, monkeypatch):
+    assert train(*STAGES, output_dir="whole") == 0
+    training_step, steps = DLiteTrainer.training_step, []
+
+    def dying_step(self, *args, **kwargs):
+        steps.append(self.stage)
+        # The second step after a checkpoint: of the teacher, and of the drafter's transition.
+        if len(steps) in (4, 12):
+            raise KeyboardInterrupt
+        return training_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DLiteTrainer, "training_step", dying_step)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train(*STAGES)
+    assert train(*STAGES) == 0
+    assert steps == ["teacher"] * 6 + ["warmup"] * 4 + ["transition"] * 4 + ["stable"] * 2
+    for name in ("drafter", "teacher/drafter"):
+        expected = DLiteForDrafting.from_pretrained(tmp_path / "whole" / name).state_dict()
+        actual = DLiteForDrafting.from_pretrained(tmp_path / "out" / name).state_dict()
+        assert all(torch.equal(actual[key], value) for key, value in expected.items())
+    expected, actual = (
+        [(stage.stage, stage.steps, stage.anchors) for run in TrainingRecord.load(folder).runs for stage in run.stages]
+        for folder in (tmp_path / "whole" / "drafter", tmp_path / "out" / "drafter")
+    )
+    assert actual == expected
+
+
+def test_a_finished_run_is_not_done_again(train, tmp_path, monkeypatch, capsys):
+    assert train("--max_steps=1") == 0
+    monkeypatch.setattr(DLiteTrainer, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    assert train("--max_steps=1") == 0
+    assert f"{tmp_path / 'out' / 'drafter'} is finished; remove it" in capsys.readouterr().out
+
+
+def test_takes_a_finished_teacher(train, tmp_path):
+    assert train("--history_window=8", "--ce_weight=1", "--tv_weight=0", "--max_steps=1", output_dir="teacher") == 0
+    teacher = str(tmp_path / "teacher" / "drafter")
+    assert train(f"--teacher={teacher}", "--warmup_epochs=1", "--attn_implementation=eager") == 0
+    assert not (tmp_path / "out" / "teacher").exists()
+    stages = [[each.stage for each in run.stages] for run in TrainingRecord.load(tmp_path / "out" / "drafter").runs]
+    assert stages == [["teacher"], ["warmup", "stable"]]
+
+
+def test_goes_on_from_another_drafter(target_folder, tmp_path, train):
+    assert train("--max_steps=1") == 0
+    recipe = tmp_path / "more.yaml"
+    first = tmp_path / "out" / "drafter"
+    recipe.write_text(
+        f"target: {target_folder}\ntarget_dtype: float32\ntrain_files: [{tmp_path / 'answers.jsonl'}]\n"
+        f"drafter: {first}\noutput_dir: {tmp_path / 'more'}\nmax_steps: 1\nlearning_rate: 0\nuse_cpu: true\n"
+    )
+    assert cli.main(["train", str(recipe)]) == 0
+    before = DLiteForDrafting.from_pretrained(first).state_dict()
+    after = DLiteForDrafting.from_pretrained(tmp_path / "more" / "drafter").state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert len(TrainingRecord.load(tmp_path / "more" / "drafter").runs) == 2
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the trainer is made with; it is not made."""
+    seen = {}
+
+    def stop(model, target, args, **kwargs):
+        seen.update(kwargs, model=model)
+        raise Stop
+
+    monkeypatch.setattr("dlite_hf.commands.train.DLiteTrainer", stop)
+    return seen
+
+
+def test_data_is_tokenised_as_it_is_served(train, tmp_path, seen):
+    heldout = write_answers(tmp_path / "heldout.jsonl", 3)
+    options = (f"--eval_files={heldout}", "--eval_strategy=epoch", '--chat_template_kwargs={"brief": true}')
+    with pytest.raises(Stop):
+        train(*options, "--num_context_layers=3")
+    assert (len(seen["train_dataset"]), len(seen["eval_dataset"])) == (16, 3)
+    text = seen["processing_class"].decode(seen["eval_dataset"][1]["input_ids"]).replace(" ", "")
+    assert text == "<s>user\nSay1</s>\n<s>assistant\nbrief\nabc01</s>"
+    assert seen["model"].config.target_layer_ids == [0, 1, 3]
+    assert seen["model"].config.mask_token_id == 97
+    assert seen["model"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--teacher_epochs=1"], "`warmup_epochs` is 0.0, `teacher_epochs` 1.0"),
+        (["--warmup_epochs=1"], "give both or neither"),
+        (["--teacher_epochs=1", "--warmup_epochs=3"], "are 3 epochs, but `num_train_epochs` is 2"),
+        (["--teacher_epochs=1", "--teacher=x"], "`teacher` is 'x' and `teacher_epochs` 1.0"),
+        (["--drafter=x"], "leave out num_hidden_layers, sequential_rank, num_draft_tokens"),
+        (["--resume_from_checkpoint=true"], "goes on by itself"),
+        (["--eval_strategy=epoch"], "to evaluate, give"),
+        (["--num_eval_conversations=4"], "`eval_strategy` is 'no'"),
+        (["--num_eval_conversations=4", "--eval_files=x"], "give one of them"),
+        (["--num_eval_conversations=16", "--eval_strategy=epoch"], "there are 16 conversations"),
+        (["--num_context_layers=2", "--target_layer_ids", "0", "3"], "`num_context_layers` is 2"),
+        (["--chat_template_kwargs={x"], "is not JSON"),
+        (["--chat_template_kwargs=[1]"], "must be a JSON object"),
+        (["--draft_vocab_size=1000"], "A draft vocabulary of size 1000"),
+        (["--train_files=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--assumed_num_devices=0"], "must be at least 1"),
+        (["--assumed_utilization=2"], "above 0, at most 1"),
+        (["--estimate", "--train_files=nowhere.jsonl"], "say `num_conversations`"),
+    ],
+)
+def test_refuses(train, tmp_path, capsys, options, message):
+    assert train(*options) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("dlite-hf: error: ") and message in error
+    assert not (tmp_path / "out" / "drafter").exists()
+
+
+def test_an_estimate_counts_the_files_and_trains_nothing(train, tmp_path, capsys):
+    assert train(*STAGES, "--estimate", "--assumed_device=cpu") == 0
+    output = capsys.readouterr().out
+    # "abc 00" and the end of turn are 7 tokens, 6 of them with one behind them; the prompt has 24 or 25.
+    assert output.startswith("16 conversations of 31 tokens, 7 supervised; 6 anchors of each\n")
+    rows = {line.split()[0]: line.split()[1:3] for line in output.splitlines() if line[:7].strip()}
+    assert [rows[stage] for stage in ("teacher", "warmup", "transition", "stable")] == [
+        ["1", "4"],
+        ["1", "4"],
+        ["0.5", "2"],
+        ["0.5", "2"],
+    ]
+    assert "6 checkpoints" in output  # 2 of the teacher, 4 of the drafter
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--max_steps=10"], ["stable 2.5 10", "5 checkpoints"]),
+        (["--save_strategy=no"], ["stable 2 8", "0 checkpoints"]),
+        (["--save_strategy=epoch"], ["2 checkpoints"]),
+        (["--save_total_limit=1"], ["1 checkpoints"]),
+        (["--num_conversations=100", "--mean_tokens=9000", "--mean_answer_tokens=8"], ["100 conversations of 4,096"]),
+        (["--num_conversations=100"], ["100 conversations of 31 tokens"]),
+    ],
+)
+def test_an_estimate_follows_the_arguments(train, capsys, options, expected):
+    assert train("--estimate", *options) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert all(each in output for each in expected)
+
+
+def test_an_estimate_of_drafters_that_exist(train, tmp_path, target_folder, capsys):
+    assert train("--max_steps=1", "--history_window=8", output_dir="teacher") == 0
+    teacher = tmp_path / "teacher" / "drafter"
+    capsys.readouterr()
+    assert train(f"--teacher={teacher}", "--warmup_epochs=1", "--estimate") == 0
+    assert "teacher's weights" in capsys.readouterr().out
+    arguments = ["train", f"--target={target_folder}", f"--drafter={teacher}", "--train_files=x", "--estimate"]
+    counts = ["--num_conversations=8", "--mean_tokens=50", "--mean_answer_tokens=9"]
+    assert cli.main([*arguments, *counts]) == 0
+    assert (
+        f"drafter {DLiteForDrafting.from_pretrained(teacher).num_parameters() / 1000:.1f} k" in capsys.readouterr().out
+    )
+
+
+def test_files_of_different_shape_are_read_together(tmp_path):
+    plain = write_answers(tmp_path / "plain.jsonl", 2, generation={"model": "x"}, turns=["a"])
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+    record = {
+        "id": "t",
+        "messages": [{"role": "user", "content": "x"}, call],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}],
+        "finish_reasons": ["length"],
+    }
+    agent = tmp_path / "agent.jsonl"
+    agent.write_text(json.dumps(record) + "\n")
+    both = datasets.concatenate_datasets([read_conversations(plain), read_conversations(agent)])
+    assert both.column_names == ["id", "messages", "tools", "finish_reasons", "finish_reason", "generation", "source", "license"]
+    assert {key: both[2][key] for key in record} == record
+    assert both[0]["tools"] is None and both[0]["license"] == "MIT"
+    assert both["generation"][:] == [{"model": "x"}] * 2 + [None]
+
+
+def test_a_file_that_changed_is_read_anew(tmp_path):
+    file = write_answers(tmp_path / "answers.jsonl", 2)
+    assert read_conversations(file)["license"][:] == ["MIT", "MIT"]
+    write_answers(file, 3)
+    assert read_conversations(file)["license"][:] == ["MIT"] * 3
+    text = (tmp_path / "answers.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "answers.jsonl").write_text(text.replace("MIT", "BSD"), encoding="utf-8")  # of the same size
+    assert read_conversations(file)["license"][:] == ["BSD"] * 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": "1", "mess', "line 3, is not JSON"),
+        ('{"id": "1"}', "line 3, has no list `messages`"),
+        ("[]", "line 3, is a list"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, message):
+    file = write_answers(tmp_path / "answers.jsonl", 2)
+    with open(file, "a") as stream:
+        stream.write(line)
+    with pytest.raises(ValueError, match=f"answers.jsonl, {message}"):
+        read_conversations(file)
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+    for step, state in ((9, '{"global_step": 9}'), (10, '{"global_step": 10}'), (11, '{"glob'), (12, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state)
+    (tmp_path / "checkpoint-best").mkdir()
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
