@@ -23,8 +23,10 @@ class ToyArguments:
     rate: float = 0.1
     steps: int = 10
     fast: bool = True
+    frugal: bool = False
     save_strategy: str = "steps"
     options: dict | str | None = None
+    report_to: None | str | list[str] = "none"
 
 
 @pytest.fixture
@@ -34,7 +36,8 @@ def toy(monkeypatch):
     module.ToyArguments, module.ran = ToyArguments, []
     module.main = module.ran.append
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(cli.COMMANDS, "toy", cli.Command("does nothing", ("ToyArguments",)))
+    command = cli.Command("does nothing", ("ToyArguments",), implies={"fast": "frugal"})
+    monkeypatch.setitem(cli.COMMANDS, "toy", command)
     return module
 
 
@@ -64,12 +67,43 @@ def test_the_command_line_overrides_the_recipe(toy, recipe):
     file = recipe("name: a\nfiles: [a, b]\nrate: 1.0\nfast: false\n")
     assert cli.main(["toy", file, "--name", "b", "--files", "c", "--fast", "--steps=3"]) == 0
     (args,) = toy.ran
-    assert args == ToyArguments("b", ["c"], None, 1.0, 3, True)
+    assert args == ToyArguments("b", ["c"], None, 1.0, 3, True, frugal=True)
 
 
 def test_without_a_recipe(toy):
     assert cli.main(["toy", "--name", "a", "--no_fast"]) == 0
     assert toy.ran == [ToyArguments("a", fast=False)]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [
+        ("report_to: [tensorboard, trackio]\n", [], ["tensorboard", "trackio"]),
+        ("report_to: tensorboard\n", [], "tensorboard"),
+        ("report_to: [tensorboard, trackio]\n", ["--report_to", "all"], "all"),
+        ("report_to: []\n", [], []),
+        ("", ["--report_to", "a", "b"], ["a", "b"]),
+        ("", [], "none"),
+    ],
+)
+def test_a_field_of_a_text_or_a_list(toy, recipe, text, arguments, expected):
+    assert cli.main(["toy", recipe("name: a\n" + text), *arguments]) == 0
+    assert toy.ran[0].report_to == expected
+
+
+def test_a_list_may_be_empty(toy, recipe):
+    file = recipe("name: a\nfiles: []\nlayer_ids: []\n")
+    assert cli.main(["toy", file]) == cli.main(["toy", file, "--files", "b"]) == 0
+    assert [(args.files, args.layer_ids) for args in toy.ran] == [([], []), (["b"], [])]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [("fast: true\n", [], True), ("fast: true\n", ["--fast", "false"], False), ("fast: false\n", ["--fast"], True)],
+)
+def test_what_a_field_implies_is_decided_at_the_end(toy, recipe, text, arguments, expected):
+    assert cli.main(["toy", recipe("name: a\n" + text), *arguments]) == 0
+    assert toy.ran[0].frugal is expected
 
 
 @pytest.mark.parametrize(
@@ -117,11 +151,47 @@ def test_a_missing_file_is_told_in_one_line(toy, tmp_path, capsys):
     assert "answers.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("defect", [lambda args: int("x"), lambda args: len(3), lambda args: {}["x"]])
+def of_the_package(body):
+    """A `main` of this body, in a module of the package."""
+    namespace = {"__name__": "dlite_hf.commands.toy"}
+    exec(f"def main(args):\n    {body}\n", namespace)
+    return namespace["main"]
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        lambda args: int("x"),
+        lambda args: {}["x"],
+        of_the_package("int('x')"),
+        of_the_package("len(3)"),
+        of_the_package("raise ValueError(1 + 'x')"),
+        of_the_package("import dlite_hf.nowhere"),
+        of_the_package("from json import nothing"),
+    ],
+)
 def test_a_defect_keeps_its_traceback(toy, defect):
     toy.main = defect
-    with pytest.raises((ValueError, TypeError, KeyError)):
+    with pytest.raises((ValueError, TypeError, KeyError, ImportError)):
         cli.main(["toy", "--name", "a"])
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("raise ValueError(\n'no')", "no"),
+        ("raise TypeError('no')", "no"),
+        ("raise RuntimeError('no')", "no"),
+        ("raise ImportError('pip install it')", "pip install it"),
+        ("try: int('x')\n    except ValueError as error: raise ValueError('no') from error", "no"),
+        ("import not_installed", "No module named 'not_installed'; pip install .dlite-hf"),
+    ],
+)
+def test_what_the_package_raises_is_told_in_one_line(toy, capsys, body, expected):
+    toy.main = of_the_package(body)
+    assert cli.main(["toy", "--name", "a"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(f"^dlite-hf: error: {expected}", error)
 
 
 def test_version_and_help(capsys):

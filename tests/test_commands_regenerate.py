@@ -4,6 +4,7 @@ import json
 import pytest
 from transformers import HfArgumentParser
 
+from dlite_hf import cli
 from dlite_hf.commands.regenerate import RegenerateArguments, main
 
 from .test_regeneration import CONVERSATIONS, answer_text, assistant, make_tokenizer, user
@@ -47,9 +48,10 @@ def test_in_this_process(prompts, target, tiny_llama, tmp_path, capsys):
         answer = answer_text(tiny_llama, make_tokenizer(), context)
         assert records[name]["messages"] == [*context, assistant(answer)]
     assert records["one"]["generation"] == {
-        "model": target,
+        "model": "target",  # without its folder
         "revision": None,
         "backend": "transformers",
+        "dtype": "float32",
         "do_sample": False,
         "max_new_tokens": 12,
         "turns": "last",
@@ -61,16 +63,17 @@ def test_in_this_process(prompts, target, tiny_llama, tmp_path, capsys):
 def test_every_turn_sampled_with_limits(prompts, target, tmp_path, capsys):
     file = tmp_path / "answers.jsonl"
     limits = ["--max_prompt_tokens", 20, "--batch_size", 2, "--dtype", "float32"]
-    sampling = ["--temperature", 0.5, "--top_p", 0.9, "--max_new_tokens", 4, "--enable_thinking", "false"]
+    sampling = ["--temperature", 0.5, "--top_p", 0.9, "--max_new_tokens", 4]
+    template = ["--chat_template_kwargs", '{"quiet": true}', "--seed", 3]
     where = ["--prompts", prompts[1], "--output", file, "--target", target]
-    main(parse(*where, "--turns", "all", *limits, *sampling))
+    main(parse(*where, "--turns", "all", *limits, *sampling, *template))
     assert capsys.readouterr().out.startswith("1 succeeded")
     record = read(file)["turns"]
     assert [message["content"] for message in record["messages"][::2]] == ["w9", "w10 w11"]
     assert record["finish_reasons"] == ["length", "length"] and record["messages"][1]["content"]
-    expected = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "max_new_tokens": 4}
+    expected = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "max_new_tokens": 4, "seed": 3}
     assert expected.items() <= record["generation"].items()
-    assert record["generation"]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert record["generation"]["chat_template_kwargs"] == {"quiet": True}
 
 
 @pytest.fixture
@@ -100,7 +103,8 @@ def test_prompts_are_drawn_at_random(prompts, tmp_path, calls):
 
 def test_on_a_server(prompts, server, tmp_path, capsys):  # noqa: F811
     file = tmp_path / "answers.jsonl"
-    sampling = ["--temperature", 0.5, "--top_p", 0.9, "--top_k", 20, "--enable_thinking", "false"]
+    sampling = ["--temperature", 0.5, "--top_p", 0.9, "--top_k", 20]
+    sampling += ["--chat_template_kwargs", '{"enable_thinking": false}']
     where = ["--model", "tiny", "--base_url", server.base_url, "--revision", "abc", "--concurrency", 2]
     main(parse("--prompts", *prompts, "--output", file, "--max_new_tokens", 4, *where, *sampling))
     assert capsys.readouterr().out.startswith("3 succeeded")
@@ -124,11 +128,30 @@ def test_on_a_server(prompts, server, tmp_path, capsys):  # noqa: F811
         ),
         (["--model", "m", "--base_url", "u", "--continuous_batching"], r"\['continuous_batching'\] mean nothing"),
         (["--target", "t", "--top_k", "2"], "mean nothing at temperature 0"),
+        (["--target", "t", "--chat_template_kwargs", "[1]"], "must be a JSON object"),
     ],
 )
 def test_refused_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         parse("--prompts", "p", "--output", "o", *arguments)
+
+
+def test_nothing_but_failures_is_counted_and_told_in_one_line(prompts, target, tmp_path, capsys):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    tokenizer.save_pretrained(target)
+    where = ["--prompts", *prompts, "--output", str(tmp_path / "answers.jsonl"), "--target", target]
+    assert cli.main(["regenerate", *where]) == 2
+    output = capsys.readouterr()
+    assert output.out.endswith("0 shortened) + 3 failed + 0 skipped = 3 conversations\n")
+    error = output.err.splitlines()[-1]
+    assert error.startswith("dlite-hf: error: None of 3 conversations was answered; the first,")
+    assert "Traceback" not in output.err
+
+
+def test_no_prompts(capsys):
+    assert cli.main(["regenerate", "--output=o", "--target=t", "--prompts"]) == 2
+    assert "`prompts` is empty" in capsys.readouterr().err
 
 
 def test_refused_prompts(prompts, target, tmp_path):

@@ -7,7 +7,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from dlite_hf import DLiteConfig, DLiteForDrafting
-from dlite_hf.estimate import DrafterFlops, TargetSize, Workload, activation_numbers, describe, num_parameters
+from dlite_hf.estimate import (
+    DrafterFlops,
+    TargetSize,
+    Workload,
+    activation_numbers,
+    describe,
+    history_numbers,
+    num_parameters,
+)
 from dlite_hf.history import DLiteHistory
 
 from .targets import make_target
@@ -66,39 +74,49 @@ def test_a_drafters_forward_and_backward(overrides):
     with FlopCounterMode(display=False) as counter:
         states = drafter(**drafter_inputs(drafter.config, 6)).head_states
         drafter.sequential_head.output_proj(states).sum().backward()
-    flops = DrafterFlops.of(drafter.config, 6, 100)
+    flops = DrafterFlops.of(drafter.config, 6, 100, "eager")
     assert flops.history == 0
     unneeded = 2 * 6 * 4 * 48**2 if "context_fusion" in overrides else 0  # the target's states get no gradient
     assert 3 * (flops.backbone + flops.vocabulary) - unneeded == counter.get_total_flops()
     assert num_parameters(drafter.config) == drafter.num_parameters()
 
 
-def test_a_teachers_history():
-    drafter = make_drafter(history_window=10)
-    config, num_tokens = drafter.config, 9
-    history = DLiteHistory(
+def make_history(config, num_anchors, num_tokens):
+    """Of one sequence, with as many anchors spread over it."""
+    return DLiteHistory(
         torch.randn(1, num_tokens, len(config.history_layer_ids), config.hidden_size),
-        torch.tensor([0]),
-        torch.tensor([num_tokens + 1]),
+        torch.zeros(num_anchors, dtype=torch.long),
+        torch.linspace(2, num_tokens + 1, num_anchors).long(),
     )
+
+
+# An anchor by itself, two in a row, and rows of 16 that see more tokens than the window has.
+@pytest.mark.parametrize(("num_anchors", "num_tokens"), [(1, 9), (2, 30), (32, 30)])
+def test_a_teachers_history(num_anchors, num_tokens):
+    drafter = make_drafter(history_window=10)
+    config = drafter.config
+    history = make_history(config, num_anchors, num_tokens)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        drafter(**drafter_inputs(config, 1, history))
-    flops = DrafterFlops.of(config, 1, num_tokens)
+        drafter(**drafter_inputs(config, num_anchors, history))
+    flops = DrafterFlops.of(config, num_anchors, num_tokens, "eager")
     assert flops.history > 0
     assert flops.backbone + flops.history == counter.get_total_flops()
+
+
+def test_a_teachers_history_under_a_sparse_mask():
+    config = make_drafter(history_window=10).config
+    sparse, longer = (DrafterFlops.of(config, 20, num_tokens, "flex_attention").history for num_tokens in (30, 60))
     # Of a longer sequence an anchor sees no more, and every token is projected once.
-    longer = DrafterFlops.of(config, 1, 2 * num_tokens).history - flops.history
-    assert longer == 2 * num_tokens * 48 * (3 * 48 + 3 * 2 * 2 * 16)
+    assert longer - sparse == 2 * 30 * 48 * (3 * 48 + 3 * 2 * 2 * 16)
+    # Under a dense mask an anchor's 6 queries also meet 21 tokens outside its window, and 15 blocks of 4 + 6 keys.
+    dense = DrafterFlops.of(config, 20, 30, "sdpa").history
+    assert dense - sparse == 2 * 20 * 3 * 2 * 6 * (21 + 15 * 10) * 64
 
 
-@pytest.mark.parametrize(
-    "overrides", [{}, {"num_attention_heads": 8, "intermediate_size": 384, "num_draft_tokens": 7}]
-)
-def test_what_the_backward_pass_keeps(overrides):
-    drafter = make_drafter(hidden_size=96, num_hidden_layers=4, **overrides)
-    drafter.set_attn_implementation("sdpa")
+def kept_bytes(drafter, inputs):
+    """What autograd keeps of a forward in bfloat16 autocast, but for the drafter's own weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
-    kept, num_anchors = {}, 64
+    kept = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
@@ -107,11 +125,42 @@ def test_what_the_backward_pass_keeps(overrides):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        outputs = drafter(**drafter_inputs(drafter.config, num_anchors))
+        outputs = drafter(**inputs)
     assert outputs.head_states.requires_grad
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"num_attention_heads": 8, "intermediate_size": 384, "num_draft_tokens": 7}]
+)
+def test_what_the_backward_pass_keeps(overrides):
+    drafter = make_drafter(hidden_size=96, num_hidden_layers=4, **overrides)
+    drafter.set_attn_implementation("sdpa")
+    measured = kept_bytes(drafter, drafter_inputs(drafter.config, 64))
     casts = sum(2 * parameter.numel() for parameter in drafter.layers.parameters() if parameter.ndim == 2)
-    measured = sum(size for size, _ in kept.values()) - casts
-    assert 2 * num_anchors * activation_numbers(drafter.config) == pytest.approx(measured, rel=0.25)
+    assert 2 * 64 * activation_numbers(drafter.config) == pytest.approx(measured - casts, rel=0.25)
+
+
+@pytest.mark.parametrize("num_anchors", [5, 40])
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_what_the_backward_pass_keeps_of_a_history(attn_implementation, num_anchors):
+    drafter = make_drafter(history_window=64)
+    drafter.set_attn_implementation(attn_implementation)
+    config = drafter.config
+    shorter, longer = (
+        kept_bytes(drafter, drafter_inputs(config, num_anchors, make_history(config, num_anchors, num_tokens)))
+        for num_tokens in (128, 384)
+    )
+    expected = 2 * history_numbers(config, num_anchors, 256, attn_implementation)
+    assert expected == pytest.approx(longer - shorter, rel=0.25)
+
+
+def test_a_sparse_mask_copies_no_history():
+    config = make_drafter(history_window=64).config
+    sparse, dense = ([history_numbers(config, n, 100, name) for n in (16, 160)] for name in ("flex_attention", "sdpa"))
+    assert sparse[0] == sparse[1] < dense[0]
+    assert dense[1] - dense[0] == 9 * 100 * 3 * (1.5 * 64 + 2 * 64 + 16 * 6)  # nine more rows, in three layers
+    assert history_numbers(DLiteConfig(**SIZES), 16, 100, "sdpa") == 0
 
 
 def make_workload(**overrides):
@@ -129,6 +178,7 @@ def make_workload(**overrides):
         "batch_size": 3,
         "batches_per_step": 5,
         "num_devices": 2,
+        "attn_implementation": "sdpa",
         "target_bytes": 2,
         "activation_bytes": 2,
         "checkpoints_kept": 4,
@@ -168,9 +218,16 @@ def test_memory_and_disk_by_hand():
     assert memory["teacher's weights"] == 2 * teacher
     assert memory["target's hidden states"] == 3 * 64 * 5 * 48 * 2  # the teacher reads layer 4 as well
     assert memory["target's logits"] == 3 * 64 * 211 * 2
+    # 2 rows of 16 anchors for each of 3 sequences.
+    assert memory["history (rough)"] == 2 * 3 * history_numbers(workload.teacher, 32, 64, "sdpa")
+    assert disk["tokenised corpus"] == 100 * 50 * 5
     assert disk["4 checkpoints"] == 4 * 12 * teacher
     assert disk["not needed: hidden states, if stored"] == 100 * 50 * 4 * 48 * 2
-    assert "teacher's weights" not in make_workload(teacher=None, epochs={"stable": 1}).memory
+    alone = make_workload(teacher=None, epochs={"stable": 1}).memory
+    assert not {"teacher's weights", "history (rough)"} & alone.keys()
+    # A finished teacher runs forward alone, one of its three layers at a time.
+    finished = make_workload(epochs={"warmup": 1, "stable": 1}).memory
+    assert finished["history (rough)"] == memory["history (rough)"] / 3
 
 
 def test_the_papers_corpus_would_not_fit_on_a_disk():

@@ -236,3 +236,15 @@ def test_position_weights():
     assert position_weights(3, 4.0).tolist() == pytest.approx([1, math.exp(-1 / 4), math.exp(-2 / 4)])
     with pytest.raises(ValueError, match="0"):
         position_weights(3, 0)
+
+
+def test_a_draft_vocabulary_beyond_the_targets_rows():
+    rows, ids = make_rows(num_target_logits=V - 6), torch.arange(0, V, 3)
+    logits = rows["target"].logits
+    rows["output_weight"] = rows["output_weight"].detach()[ids].requires_grad_()
+    result = drafting_loss(**{**rows, "target": target_distribution(logits, ids)}, loss_weights=LossWeights(0.0, 1.0))
+    q = torch.zeros(N, K, V, dtype=torch.float64)
+    q[..., ids] = (rows["head_states"] @ rows["output_weight"].T).softmax(dim=-1)
+    p = torch.nn.functional.pad(logits.softmax(dim=-1), (0, 6))[rows["target_rows"]]
+    expected = (rows["weights"] * (q - p).abs().sum(dim=-1)).sum()
+    torch.testing.assert_close(result.loss, expected, rtol=1e-6, atol=1e-6)

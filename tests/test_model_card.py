@@ -114,6 +114,13 @@ def test_states_the_training(folder):
     assert "at most 512 tokens of a conversation" in card.text and "### Run" not in card.text
 
 
+@pytest.mark.parametrize("best_step", [None, 1500])
+def test_states_whose_weights_they_are(folder, best_step):
+    TrainingRecord([make_run(best_step=best_step)]).save(folder)  # 500 steps of the warm-up, and 2000
+    sentence = "The weights are those of step 1,500 of 2,500, the best by eval_tau."
+    assert (sentence in create_model_card(folder).text) is (best_step is not None)
+
+
 def test_states_every_run(folder):
     TrainingRecord([make_run(finished_at="2026-01-02", data=[]), make_run(finished_at="2026-01-03")]).save(folder)
     text = create_model_card(folder).text
@@ -124,6 +131,7 @@ def test_states_every_run(folder):
 def test_states_what_is_missing(folder):
     text = create_model_card(folder).text
     assert "How it was trained was not recorded." in text
+    assert "No evaluation was given when this card was made." in text
     assert "tau: not measured. Speed: not measured." in text
 
 

@@ -199,3 +199,43 @@ def test_rows_are_independent(tiny_llama, make_drafter):
         row, row_logits = drafter.draft(**{name: tensor[n : n + 1] for name, tensor in inputs.items()})
         assert torch.equal(row[0], drafted[n])
         torch.testing.assert_close(row_logits[0], logits[n])
+
+
+VARIANTS = {
+    "history": {"history_window": 6},
+    "feature": {"context_fusion": "feature"},
+    "reduced": {"draft_vocab_ids": [3, 90, 17, 5]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_comes_back(variant, dtype, tiny_llama, make_drafter, tmp_path):
+    make_drafter(tiny_llama, **VARIANTS[variant]).to(dtype).save_pretrained(tmp_path)
+    code = (
+        "import sys, torch; from dlite_hf import DLiteForDrafting; folder = sys.argv[1]\n"
+        "drafter, info = DLiteForDrafting.from_pretrained(folder, output_loading_info=True)\n"
+        "assert not any(info[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys')), info\n"
+        "torch.save(drafter.state_dict(), folder + '/reloaded.pt')"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MALLOC_PERTURB_": "165"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+    expected = make_drafter(tiny_llama, **VARIANTS[variant]).to(dtype)
+    reloaded = torch.load(tmp_path / "reloaded.pt")
+    for name, value in expected.state_dict().items():
+        assert value.dtype == reloaded[name].dtype and torch.equal(value, reloaded[name]), name
+
+
+def test_a_reduced_vocabulary_keeps_the_logits_of_its_tokens(tiny_llama, make_drafter):
+    whole, reduced = make_drafter(tiny_llama), make_drafter(tiny_llama, draft_vocab_ids=[50, 3, 90, 17])
+    states = torch.randn(2, 5, whole.config.sequential_rank)
+    logits, expected = reduced.sequential_head.logits(states), whole.sequential_head.logits(states)
+    ids = [3, 17, 50, 90]
+    torch.testing.assert_close(logits[..., ids], expected[..., ids])
+    outside = [token for token in range(97) if token not in ids]
+    assert (logits[..., outside] == -torch.inf).all()
+    assert reduced.sequential_head.draft_rows(torch.tensor([3, 4, 50, 90, 96, 0])).tolist() == [0, -1, 2, 3, -1, -1]
+    with pytest.raises(ValueError, match="cannot be the draft vocabulary"):
+        reduced.reduce_draft_vocabulary([3, 4])
+    reduced.reduce_draft_vocabulary([90, 3])
+    torch.testing.assert_close(reduced.sequential_head.logits(states)[..., [3, 90]], expected[..., [3, 90]])

@@ -214,6 +214,8 @@ def test_what_is_wrong_is_named_and_nothing_is_sent(hub, folder, change, message
     with pytest.raises(ValueError, match=message) as raised:
         push_drafter(folder, REPO_ID)
     assert hub.paths == [] and "jane" not in str(raised.value)
+    if "is no training record" not in message:
+        assert "`dlite-hf card --drafter tiny-DLite`" in str(raised.value)
 
 
 def run_command(*words):
@@ -226,6 +228,16 @@ def test_command_writes_the_card_again_and_again(folder):
     run_command("--drafter", folder, "--license", "apache-2.0", "--datasets", "a/b", "c/d", "--language", "en")
     data = ModelCard.load(folder / "README.md").data
     assert (data.license, data.datasets, data.language) == ("apache-2.0", ["a/b", "c/d"], "en")
+
+
+def test_command_says_what_it_was_not_given(folder, tmp_path, capsys):
+    run_command("--drafter", folder)
+    assert "neither tau nor speed was measured; `--evaluations" in capsys.readouterr().out
+    report = tmp_path / "report.json"
+    report.write_text('{"rows": [{"set": "s", "identical": true, "rounds": 10, "emitted": 20}]}')
+    run_command("--drafter", folder, "--evaluations", report)
+    assert "measured" not in capsys.readouterr().out
+    assert "No evaluation" not in (folder / "README.md").read_text()
 
 
 def test_command_keeps_what_somebody_wrote(folder):
@@ -241,6 +253,30 @@ def test_command_pushes(hub, folder, capsys):
     run_command("--drafter", folder, "--repo_id", REPO_ID, "--license", "mit", "--push", "--private")
     assert hub.files == read_files(folder) and hub.repo["visibility"] == "private"
     assert f"Uploaded to {hub.url}/{REPO_ID}/commit/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("named", ["folder", "/home/jane/target", None])
+def test_command_publishes_a_drafter_of_a_local_target(hub, folder, tmp_path, named):
+    named = str(tmp_path) if named == "folder" else named
+    before = json.loads((folder / "config.json").read_text())
+    assert before.pop("target_name_or_path") == "owner/target"
+    (folder / "config.json").write_text(json.dumps({**before, "target_name_or_path": named}))
+    push = ["--drafter", folder, "--repo_id", REPO_ID, "--license", "mit", "--push"]
+    with pytest.raises(ValueError, match="pass `base_model`") as raised:
+        run_command(*push)
+    assert "jane" not in str(raised.value)
+    run_command(*push, "--base_model", "owner/named")
+    after = json.loads(hub.files["config.json"])
+    assert after.pop("target_name_or_path") == "owner/named" and after == before
+    assert b"base_model: owner/named\n" in hub.files["README.md"]
+
+
+def test_command_leaves_another_id_as_it_is(hub, folder):
+    before = (folder / "config.json").read_bytes()
+    push = ["--drafter", folder, "--repo_id", REPO_ID, "--license", "mit", "--push"]
+    with pytest.raises(ValueError, match="states the target 'owner/other'"):
+        run_command(*push, "--base_model", "owner/other")
+    assert (folder / "config.json").read_bytes() == before and hub.paths == []
 
 
 @pytest.mark.parametrize(("words", "message"), [(["--push"], "`--repo_id owner/name`"), (["--private"], "`--push`")])

@@ -1,5 +1,5 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""Every recipe is one that `dlite-hf train` takes, and every Accelerate configuration one that Accelerate takes."""
+"""Every recipe is one that its command takes, and every Accelerate configuration one that Accelerate takes."""
 
 import re
 from dataclasses import fields
@@ -10,7 +10,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
 from dlite_hf import cli
-from dlite_hf.commands import train as command
+from dlite_hf.commands import regenerate, train
 from dlite_hf.commands.train_arguments import EstimateArguments, TrainArguments, check_arguments
 from dlite_hf.commands.train_cost import workload
 from dlite_hf.modeling_dlite import DLiteDecoderLayer
@@ -18,7 +18,8 @@ from dlite_hf.training_args import DLiteTrainingArguments
 
 
 FOLDER = Path(__file__).parent.parent / "training"
-RECIPES = sorted(FOLDER.glob("*.yaml"))
+REGENERATION = FOLDER / "qwen3-regenerate.yaml"
+RECIPES = sorted({*FOLDER.glob("*.yaml")} - {REGENERATION})
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def parse(monkeypatch):
 
     def parse(name, *options):
         given = []
-        monkeypatch.setattr(command, "main", lambda *arguments: given.extend(arguments))
+        monkeypatch.setattr(train, "main", lambda *arguments: given.extend(arguments))
         assert cli.main(["train", str(FOLDER / name), "--use_cpu", *options]) == 0
         return given
 
@@ -48,6 +49,15 @@ def test_a_recipe_is_one(parse, recipe):
     train_args, training_args, _ = parse(recipe)
     check_arguments(train_args, training_args)
     assert training_args.load_best_model_at_end and training_args.metric_for_best_model == "tau"
+
+
+def test_the_answers_are_made_as_they_are_trained_on(parse, monkeypatch):
+    given = []
+    monkeypatch.setattr(regenerate, "main", given.append)
+    assert cli.main(["regenerate", str(REGENERATION)]) == 0
+    train_args, *_ = parse("qwen3-4b.yaml")
+    assert (given[0].target, [given[0].output]) == (train_args.target, train_args.train_files)
+    assert given[0].template_options == train_args.template_options == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize("recipe", [each.name for each in RECIPES])

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from dlite_hf.regeneration import regenerate
+from dlite_hf.regeneration import NothingAnsweredError, regenerate
 from dlite_hf.regeneration_backends import Answer, LocalBackend, PromptTooLongError
 
 
@@ -265,17 +265,48 @@ def test_a_cut_inside_a_character_leaves_no_replacement_character(tiny_llama, to
 def test_generation_is_recorded(tiny_llama, tokenizer):
     tiny_llama.generation_config.update(temperature=0.7, top_k=20, repetition_penalty=1.1)
     tiny_llama.config._commit_hash = "abc"
-    greedy = LocalBackend(tiny_llama, tokenizer, **GREEDY).generation
+    greedy = LocalBackend(tiny_llama, tokenizer, seed=3, **GREEDY).generation
     assert greedy == {
         "model": tiny_llama.name_or_path,
         "revision": "abc",
         "backend": "transformers",
+        "dtype": "float32",
         "do_sample": False,
         "max_new_tokens": MAX_NEW_TOKENS,
         "repetition_penalty": 1.1,
     }
-    sampled = LocalBackend(tiny_llama, tokenizer, do_sample=True, top_k=5, max_new_tokens=MAX_NEW_TOKENS).generation
-    assert sampled == {**greedy, "do_sample": True, "temperature": 0.7, "top_k": 5}
+    sampling = {"do_sample": True, "max_new_tokens": MAX_NEW_TOKENS}
+    sampled = LocalBackend(tiny_llama, tokenizer, seed=3, top_k=5, **sampling).generation
+    assert sampled == {**greedy, "do_sample": True, "seed": 3, "temperature": 0.7, "top_k": 5, "top_p": 1.0}
+
+
+@pytest.mark.parametrize("folder", ["/home/jane/", "C:\\Users\\jane\\", "./jane/"])
+def test_the_targets_folder_is_not_recorded(tiny_llama, tokenizer, folder):
+    tiny_llama.name_or_path = folder + "target"
+    assert LocalBackend(tiny_llama, tokenizer, **GREEDY).generation["model"] == "target"
+
+
+def test_sampling_cuts_nothing_off_that_nobody_asked_for(tiny_llama, tokenizer, tmp_path):
+    # Nearly uniform over 97 tokens, of which `generate`'s own default keeps 50.
+    tiny_llama.lm_head.weight.data.mul_(1e-4)
+    tiny_llama.train()
+    file = tmp_path / "answers.jsonl"
+    backend = LocalBackend(tiny_llama, tokenizer, do_sample=True, max_new_tokens=100, seed=0)
+    assert not tiny_llama.training
+    regenerate(backend, CONVERSATIONS, file)
+    words = {word for record in read(file) for word in record["messages"][-1]["content"].split()}
+    assert len(words) > 90
+    assert {"temperature": 1.0, "top_k": 0, "top_p": 1.0}.items() <= read(file)[0]["generation"].items()
+
+
+def test_a_seed_repeats_its_answers(tiny_llama, tokenizer, tmp_path):
+    answers = []
+    for number, seed in enumerate((1, 1, 2)):
+        file = tmp_path / f"{number}.jsonl"
+        backend = LocalBackend(tiny_llama, tokenizer, do_sample=True, max_new_tokens=8, seed=seed)
+        regenerate(backend, CONVERSATIONS[:2], file)
+        answers.append([record["messages"] for record in read(file)])
+    assert answers[0] == answers[1] != answers[2]
 
 
 def test_settings_of_the_local_backend_are_checked(tiny_llama, tokenizer):
@@ -411,8 +442,10 @@ def test_a_later_turn_that_fails_leaves_nothing(tmp_path, transformers_log):
 def test_nothing_but_failures(tmp_path, transformers_log):
     file = tmp_path / "answers.jsonl"
     down = {conversation["messages"][-1]["content"]: OSError("server down") for conversation in CONVERSATIONS}
-    with pytest.raises(RuntimeError, match="None of 5 conversations was answered; the first, 'one', .* server down"):
+    message = "None of 5 conversations was answered; the first, 'one', .* server down"
+    with pytest.raises(NothingAnsweredError, match=message) as raised:
         regenerate(Echo(down), CONVERSATIONS, file)
+    assert (raised.value.counts.failed, raised.value.counts.succeeded) == (5, 0)
     regenerate(Echo(), CONVERSATIONS[:1], file)
     counts = regenerate(Echo(down), CONVERSATIONS, file)
     assert (counts.succeeded, counts.failed, counts.resumed) == (1, 4, 1)

@@ -3,15 +3,20 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TrainerState
 
 from dlite_hf import trainer as trainer_module
+from dlite_hf import training_progress
 from dlite_hf.generation.candidate_generator import DLiteCandidateGenerator
+from dlite_hf.live_evaluation import live_tau
 from dlite_hf.target import capture_hidden_states
 from dlite_hf.trainer import DLiteTrainer
+from dlite_hf.training_args import DLiteTrainingArguments
+from dlite_hf.training_progress import TrainingProgress
 
 from .test_trainer import gradient_of_one_step, make_args, make_samples, take_batch
 
@@ -19,7 +24,7 @@ from .test_trainer import gradient_of_one_step, make_args, make_samples, take_ba
 W = 6
 STAGES = {
     "teacher": {"ce_weight": 1.0, "tv_weight": 0.0},
-    "warmup": {"warmup_epochs": 5.0},
+    "warmup": {"warmup_epochs": 0.9},
     "transition": {"warmup_epochs": 0.2, "transition_epochs": 0.6},
     "stable": {},
 }
@@ -302,8 +307,8 @@ def test_evaluation_generates_for_held_out_prompts(tmp_path, tiny_llama, make_dr
     drafter = make_drafter(tiny_llama)
     metrics = DLiteTrainer(drafter, tiny_llama, args, eval_dataset=samples).evaluate()
     ids = [sample["input_ids"] for sample in samples]
-    starts = [sample["supervised"].index(True) for sample in samples]
-    assert prompts == [ids[0][:4], ids[0][:8], ids[1][: starts[1]], ids[2][: starts[2]]]
+    starts = [8, *[sample["supervised"].index(True) for sample in samples[1:]]]
+    assert prompts == [each[:start] for each, start in zip(ids, starts, strict=True)][:4]
     assert 1 <= metrics["eval_tau"] <= 6
 
 
@@ -346,3 +351,145 @@ def test_a_reduced_vocabulary_trains_as_the_definition_says(tmp_path, tiny_llama
     losses = 0.1 * cross_entropy + (q - p).abs().sum(dim=-1)
     expected = (batch["weights"] * losses).sum() / batch["weights"].sum()
     assert trainer.compute_loss(drafter, batch).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_head_thaws_where_the_transition_begins(tmp_path, tiny_llama, make_drafter, teacher):
+    # Two steps an epoch: one of warm-up, then one of transition, whose loss is still the divergence alone.
+    trainer = make_trainer(
+        tmp_path, tiny_llama, make_drafter(tiny_llama), teacher,
+        warmup_epochs=0.5, transition_epochs=0.5, max_steps=2, warmup_steps=0, learning_rate=1e-2,
+    )  # fmt: skip
+    before = copy.deepcopy(trainer.drafter.sequential_head.state_dict())
+    trainer.train()
+    assert {stage: each["steps"] for stage, each in trainer.progress.stages.items()} == {"warmup": 1, "transition": 1}
+    assert not any(
+        torch.equal(value, before[name]) for name, value in trainer.drafter.sequential_head.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize(
+    "name, value", [("num_draft_tokens", 4), ("anchor_group_size", 2), ("draft_vocab_ids", range(40))]
+)
+def test_refuses_a_teacher_of_another_shape(tmp_path, tiny_llama, make_drafter, name, value):
+    other = make_drafter(tiny_llama, history_window=W, **{name: value})
+    with pytest.raises(ValueError, match=f"`{name.replace('_ids', '_size')}`"):
+        make_trainer(tmp_path, tiny_llama, make_drafter(tiny_llama), other, warmup_epochs=1.0)
+
+
+def test_the_divergence_over_a_reduced_vocabulary(tmp_path, tiny_llama, make_drafter):
+    ids = torch.arange(1, 96, 3)
+    torch.manual_seed(5)
+    teacher = make_drafter(tiny_llama, history_window=W, draft_vocab_ids=ids.tolist())
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    drafter = make_drafter(tiny_llama, draft_vocab_ids=ids.tolist())
+    trainer = make_trainer(tmp_path, tiny_llama, drafter, teacher, warmup_epochs=1.0)
+    batch = take_batch(trainer)
+    target = trainer._run_target(batch)
+    with torch.no_grad():
+        log_q, log_t = (
+            each.sequential_head.logits(each(**trainer._drafter_inputs(each, batch, target)).head_states)[..., ids]
+            .log_softmax(dim=-1)
+            for each in (drafter, teacher)
+        )  # fmt: skip
+    divergence = (log_t.exp() * (log_t - log_q)).sum(dim=-1)
+    expected = (batch["weights"] * divergence).sum() / batch["weights"].sum()
+    assert expected > 0.1
+    assert trainer.compute_loss(drafter, batch).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_token_labels_outside_the_draft_vocabulary_have_no_cross_entropy(tmp_path, tiny_llama, make_drafter):
+    ids = torch.arange(1, 96, 3)
+    drafter = make_drafter(tiny_llama, draft_vocab_ids=ids.tolist())
+    trainer = make_trainer(tmp_path, tiny_llama, drafter, ce_labels="token", ce_weight=1.0, tv_weight=0.0)
+    batch = take_batch(trainer)
+    with torch.no_grad():
+        states = drafter(**trainer._drafter_inputs(drafter, batch, trainer._run_target(batch))).head_states
+        log_q = drafter.sequential_head.logits(states).log_softmax(dim=-1)
+    labels = batch["draft_token_ids"]
+    inside = torch.isin(labels, ids)
+    assert inside.any() and not inside.all()
+    cross_entropy = torch.where(inside, -log_q.gather(-1, labels[..., None])[..., 0], 0.0)
+    expected = (batch["weights"] * cross_entropy).sum() / batch["weights"].sum()
+    assert trainer.compute_loss(drafter, batch).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_every_step_and_process_draws_its_own_anchors(tmp_path, tiny_llama, make_drafter):
+    samples = [{"input_ids": list(range(40)), "supervised": [False] * 5 + [True] * 35}] * 4
+    trainer = make_trainer(tmp_path, tiny_llama, make_drafter(tiny_llama), samples=samples, max_anchors=3)
+    first = take_batch(trainer)["anchors"]
+    assert torch.equal(take_batch(trainer)["anchors"], first)
+    trainer.state.global_step = 1
+    assert not torch.equal(take_batch(trainer)["anchors"], first)
+    trainer.state.global_step = 0
+    type(trainer.args).process_index, own = 1, type(trainer.args).process_index
+    try:
+        assert not torch.equal(take_batch(trainer)["anchors"], first)
+    finally:
+        type(trainer.args).process_index = own
+
+
+@pytest.mark.parametrize("across_devices", [True, False])
+def test_a_step_counts_all_processes(tmp_path, tiny_llama, make_drafter, monkeypatch, across_devices):
+    trainer = make_trainer(
+        tmp_path, tiny_llama, make_drafter(tiny_llama), average_tokens_across_devices=across_devices
+    )
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda totals: torch.cat([totals, 2 * totals]))
+    [batch], total = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
+    own = batch["weights"].sum().item()
+    assert total.item() == pytest.approx(3 * own if across_devices else own)
+    counts = trainer.progress.counts()["stable"]
+    assert counts["tokens"] == 3 * batch["attention_mask"].sum() and counts["anchors"] == 3 * len(batch["anchors"])
+
+
+def test_seconds_and_speed_by_the_clock(monkeypatch):
+    clock = iter([0.0, 100.0, 110.0, 114.0])
+    monkeypatch.setattr(training_progress.time, "perf_counter", lambda: next(clock))
+    progress, state = TrainingProgress(), TrainerState(max_steps=12, num_train_epochs=1)
+    progress.on_train_begin(DLiteTrainingArguments("unused", use_cpu=True), state, None)
+    for _ in range(2):
+        progress.count("warmup", torch.tensor([1.0, 5.0, 40.0]))
+    state.global_step = 2
+    # 80 tokens in 10 s; 10 steps remain, at 5 s each.
+    assert progress.speed(state) == pytest.approx({"tokens_per_second": 8.0, "remaining_hours": 50 / 3600})
+    progress.count("stable", torch.tensor([1.0, 5.0, 40.0]))
+    state.global_step = 3
+    assert progress.speed(state) == pytest.approx({"tokens_per_second": 10.0, "remaining_hours": 36 / 3600})
+    assert {stage: each["seconds"] for stage, each in progress.stages.items()} == {"warmup": 10.0, "stable": 4.0}
+
+
+def test_every_evaluation_set_has_its_own_tau(tmp_path, tiny_llama, make_drafter, monkeypatch):
+    taus = iter([1.5, 2.5])
+    monkeypatch.setattr(trainer_module, "live_tau", lambda *args: next(taus))
+    sets = {"a": make_samples(2, seed=1), "b": make_samples(2, seed=2)}
+    metrics = DLiteTrainer(make_drafter(tiny_llama), tiny_llama, make_args(tmp_path), eval_dataset=sets).evaluate()
+    assert (metrics["eval_a_tau"], metrics["eval_b_tau"]) == (1.5, 2.5) and "eval_tau" not in metrics
+
+
+def test_tau_is_greedy_and_without_dropout(tmp_path, tiny_llama, make_drafter, monkeypatch):
+    tiny_llama.generation_config.do_sample = True
+    drafter, seen, generate = make_drafter(tiny_llama, attention_dropout=0.5), [], type(tiny_llama).generate
+
+    def spy(self, *args, **kwargs):
+        seen.append((kwargs["do_sample"], drafter.training))
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(tiny_llama), "generate", spy)
+    trainer = DLiteTrainer(drafter.train(), tiny_llama, make_args(tmp_path))
+    live_tau(tiny_llama, drafter, make_samples(2), trainer.args, trainer.accelerator)
+    assert seen == [(False, False)] * 2 and drafter.training
+
+
+def test_processes_share_the_prompts_of_an_evaluation(tmp_path, tiny_llama, make_drafter, monkeypatch):
+    prompts = []
+    monkeypatch.setattr(
+        type(tiny_llama), "generate", lambda self, input_ids, **kwargs: prompts.append(input_ids[0].tolist())
+    )
+    args, samples = make_args(tmp_path, eval_num_prompts=5), make_samples(7)
+    for rank in range(2):
+        accelerator = SimpleNamespace(process_index=rank, num_processes=2, device="cpu", gather=lambda counts: counts)
+        live_tau(tiny_llama, make_drafter(tiny_llama), samples, args, accelerator)
+    starts = [sample["supervised"].index(True) for sample in samples]
+    expected = [sample["input_ids"][:start] for sample, start in zip(samples, starts, strict=True)]
+    assert prompts == [expected[i] for i in (0, 2, 4, 1, 3)]

@@ -2,12 +2,14 @@
 """`dlite-hf train`: both runs of a recipe, going on after a kill, its data, and what it refuses."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dlite_hf import DLiteForDrafting, DLiteTrainer, cli
 from dlite_hf.commands.train import newest_checkpoint
@@ -83,6 +85,16 @@ def train(target_folder, tmp_path):
 STAGES = ("--teacher_epochs=1", "--teacher_history_window=8", "--warmup_epochs=1", "--transition_epochs=0.5")
 
 
+def test_the_teachers_own_loss_and_steps(train, tmp_path):
+    loss = ("--teacher_ce_weight=0.5", "--teacher_tv_weight=0.25", "--ce_weight=0.2")
+    assert train(*STAGES, *loss, "--teacher_max_steps=2", "--max_steps=7") == 0
+    of_teacher, of_drafter = TrainingRecord.load(tmp_path / "out" / "drafter").runs
+    assert (of_teacher.ce_weight, of_teacher.tv_weight) == (0.5, 0.25)
+    assert (of_drafter.ce_weight, of_drafter.tv_weight) == (0.2, 1.0)
+    steps = [sum(stage.steps for stage in run.stages) for run in (of_teacher, of_drafter)]
+    assert steps == [2, 7]
+
+
 def test_all_stages(train, tmp_path, target_folder, capsys, transformers_log):
     evaluation = ("--num_eval_conversations=4", "--eval_strategy=steps", "--eval_steps=2", "--eval_num_prompts=2")
     assert train(*STAGES, *evaluation, "--eval_max_new_tokens=4", "--draft_vocab_size=40") == 0
@@ -101,7 +113,10 @@ def test_all_stages(train, tmp_path, target_folder, capsys, transformers_log):
     ]
     assert (of_teacher.ce_weight, of_teacher.tv_weight) == (1.0, 0.0)
     assert (of_drafter.ce_weight, of_drafter.tv_weight) == (0.1, 1.0)
-    assert of_drafter.data[0].file == "answers.jsonl" and of_drafter.data[0].licenses == {"MIT": 16}
+    # 4 of 16 are held out; 7 tokens of each of the others are the target's own.
+    (data,) = of_drafter.data
+    assert (data.file, data.conversations, data.licenses) == ("answers.jsonl", 12, {"MIT": 12})
+    assert data.supervised_tokens == 12 * 7 and of_teacher.data == of_drafter.data
     assert not list((tmp_path / "out").glob("drafter.*"))
     output = capsys.readouterr().out
     assert "40 tokens to draft cover 100.00% of the answers" in output
@@ -146,7 +161,9 @@ def test_a_finished_run_is_not_done_again(train, tmp_path, monkeypatch, capsys):
     assert train("--max_steps=1") == 0
     monkeypatch.setattr(DLiteTrainer, "train", lambda *args, **kwargs: pytest.fail("trained again"))
     assert train("--max_steps=1") == 0
-    assert f"{tmp_path / 'out' / 'drafter'} is finished; remove it" in capsys.readouterr().out
+    assert f"{tmp_path / 'out' / 'drafter'} is finished; to train anew, remove `output_dir` {tmp_path / 'out'}" in (
+        capsys.readouterr().out
+    )
 
 
 def test_takes_a_finished_teacher(train, tmp_path):
@@ -182,11 +199,14 @@ def seen(monkeypatch):
     """What the trainer is made with; it is not made."""
     seen = {}
 
-    def stop(model, target, args, **kwargs):
-        seen.update(kwargs, model=model)
+    def make(model, target, args, **kwargs):
+        seen.update(kwargs, model=model, trainer=SimpleNamespace(train=stop))
+        return seen["trainer"]
+
+    def stop(**kwargs):
         raise Stop
 
-    monkeypatch.setattr("dlite_hf.commands.train.DLiteTrainer", stop)
+    monkeypatch.setattr("dlite_hf.commands.train.DLiteTrainer", make)
     return seen
 
 
@@ -203,6 +223,26 @@ def test_data_is_tokenised_as_it_is_served(train, tmp_path, seen):
     assert seen["model"].dtype == torch.float32
 
 
+def test_what_is_held_out_is_not_in_the_records(train, tmp_path, seen):
+    """Of two files, the second of which may be held out whole."""
+    answers = tmp_path / "answers.jsonl"
+    more = write_answers(tmp_path / "more.jsonl", 1, license="BSD", source="a set")
+    options = [f"--num_eval_conversations={number}" for number in (8, 16)]
+    counts = []
+    for option in options:
+        with pytest.raises(Stop):
+            train("--train_files", str(answers), more, option, "--eval_strategy=epoch")
+        records = seen["trainer"].training_data
+        trained, held_out = seen["train_dataset"], seen["eval_dataset"]
+        assert (len(trained), len(held_out)) == (17 - int(option.split("=")[1]), int(option.split("=")[1]))
+        assert sum(each.conversations for each in records) == len(trained)
+        assert sum(each.supervised_tokens for each in records) == sum(map(sum, trained["supervised"]))
+        texts = [tuple(each) for each in [*trained["input_ids"], *held_out["input_ids"]]]
+        assert len(set(texts)) == 16  # "abc 00" is in both files
+        counts.append([(each.file, each.licenses) for each in records])
+    assert counts[1] in ([("answers.jsonl", {"MIT": 1})], [("more.jsonl", {"BSD": 1})])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -211,6 +251,11 @@ def test_data_is_tokenised_as_it_is_served(train, tmp_path, seen):
         (["--teacher_epochs=1", "--warmup_epochs=3"], "are 3 epochs, but `num_train_epochs` is 2"),
         (["--teacher_epochs=1", "--teacher=x"], "`teacher` is 'x' and `teacher_epochs` 1.0"),
         (["--drafter=x"], "leave out num_hidden_layers, sequential_rank, num_draft_tokens"),
+        ([*STAGES, "--max_steps=1"], "`max_steps` is 1, but would leave the teacher its `teacher_epochs` 1; give"),
+        (["--teacher_max_steps=1"], "`teacher_max_steps` is 1, but `teacher_epochs` 0"),
+        ([*STAGES, "--teacher_ce_weight=0"], "`teacher_ce_weight` is 0.0 and `teacher_tv_weight` 0.0"),
+        (["--push_to_hub"], "`dlite-hf card --push`"),
+        (["--train_files"], "`train_files` is empty"),
         (["--resume_from_checkpoint=true"], "goes on by itself"),
         (["--eval_strategy=epoch"], "to evaluate, give"),
         (["--num_eval_conversations=4"], "`eval_strategy` is 'no'"),
@@ -231,6 +276,43 @@ def test_refuses(train, tmp_path, capsys, options, message):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("dlite-hf: error: ") and message in error
     assert not (tmp_path / "out" / "drafter").exists()
+
+
+GUESSES = ("--num_conversations=100", "--mean_tokens=9000", "--mean_answer_tokens=8")
+
+
+@pytest.mark.parametrize("command", [[], ["--estimate"]])
+def test_steps_that_end_inside_the_warmup_are_refused(train, tmp_path, capsys, command):
+    """Before the teacher is trained."""
+    assert train(*STAGES, "--teacher_max_steps=1", "--max_steps=5", *command) == 2
+    message = "`max_steps` 5 are 1.25 epochs, but `warmup_epochs` and `transition_epochs` are 1.5"
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out" / "teacher").exists()
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_an_estimate_ends_turns_as_the_target_does(train, target_folder, tmp_path, capsys, declared):
+    """A target whose turns end otherwise than its tokenizer's texts; without a declaration the tokenizer's."""
+    folder = shutil.copytree(target_folder, tmp_path / "target")
+    if declared:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.eos_token = "<s>"
+        tokenizer.save_pretrained(folder)
+    else:
+        (folder / "generation_config.json").unlink()
+    assert train(f"--target={folder}", "--estimate") == 0
+    assert "16 conversations of 31 tokens, 7 supervised" in capsys.readouterr().out
+
+
+def test_an_estimate_in_a_recipe(train, tmp_path, capsys):
+    """Where there is no accelerator, an estimate of bfloat16 needs none."""
+    recipe = tmp_path / "estimate.yaml"
+    recipe.write_text(
+        f"target: Qwen/Qwen3-4B\ntrain_files: [nowhere.jsonl]\noutput_dir: {tmp_path / 'out'}\nbf16: true\n"
+        "eval_files: []\nestimate: true\nnum_conversations: 10\nmean_tokens: 9\nmean_answer_tokens: 5\n"
+    )
+    assert cli.main(["train", str(recipe)]) == 0
+    assert "10 conversations" in capsys.readouterr().out
 
 
 def test_an_estimate_counts_the_files_and_trains_nothing(train, tmp_path, capsys):
@@ -256,8 +338,10 @@ def test_an_estimate_counts_the_files_and_trains_nothing(train, tmp_path, capsys
         (["--save_strategy=no"], ["stable 2 8", "0 checkpoints"]),
         (["--save_strategy=epoch"], ["2 checkpoints"]),
         (["--save_total_limit=1"], ["1 checkpoints"]),
-        (["--num_conversations=100", "--mean_tokens=9000", "--mean_answer_tokens=8"], ["100 conversations of 4,096"]),
-        (["--num_conversations=100"], ["100 conversations of 31 tokens"]),
+        # Guesses until the files are there, which count more than a recipe's.
+        ([*GUESSES, "--train_files=nowhere.jsonl"], ["100 conversations of 4,096 tokens, 8 supervised"]),
+        (GUESSES, ["16 conversations of 31 tokens"]),
+        ([*STAGES, "--teacher_max_steps=2", "--max_steps=7"], ["teacher 0.5 2", "stable 0.25 1", "5 checkpoints"]),
     ],
 )
 def test_an_estimate_follows_the_arguments(train, capsys, options, expected):
@@ -292,7 +376,8 @@ def test_files_of_different_shape_are_read_together(tmp_path):
     agent = tmp_path / "agent.jsonl"
     agent.write_text(json.dumps(record) + "\n")
     both = datasets.concatenate_datasets([read_conversations(plain), read_conversations(agent)])
-    assert both.column_names == ["id", "messages", "tools", "finish_reasons", "finish_reason", "generation", "source", "license"]
+    fields = ["id", "messages", "tools", "finish_reasons", "finish_reason", "generation", "source", "license"]
+    assert both.column_names == fields
     assert {key: both[2][key] for key in record} == record
     assert both[0]["tools"] is None and both[0]["license"] == "MIT"
     assert both["generation"][:] == [{"model": "x"}] * 2 + [None]

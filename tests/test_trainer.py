@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -15,6 +16,7 @@ from dlite_hf import trainer as trainer_module
 from dlite_hf.target import capture_hidden_states, embed_tokens, gather_features
 from dlite_hf.trainer import DLiteTrainer
 from dlite_hf.training_args import DLiteTrainingArguments
+from dlite_hf.training_record import TrainingRecord, describe_data
 
 from .targets import make_chatml_tokenizer
 
@@ -168,6 +170,31 @@ def test_a_checkpoint_is_the_drafter_alone(tmp_path, tiny_llama, make_drafter):
     assert sorted(path.name for path in folder.glob("*.safetensors")) == ["model.safetensors"]
     reloaded = DLiteForDrafting.from_pretrained(folder)
     assert all(torch.equal(value, saved[name]) for name, value in reloaded.state_dict().items())
+
+
+def test_the_record_of_the_run_lies_beside_the_weights(tmp_path, tiny_llama, make_drafter):
+    tiny_llama.config.name_or_path = "owner/tiny"
+    samples = make_samples()
+    earlier = DLiteTrainer(make_drafter(tiny_llama, history_window=4), tiny_llama, make_args(tmp_path / "a"), samples)
+    earlier.train()
+    trainer = DLiteTrainer(make_drafter(tiny_llama), tiny_llama, make_args(tmp_path / "b", max_steps=2), samples)
+    trainer.earlier_runs = earlier.training_record().runs
+    trainer.training_data = [describe_data("answers.jsonl", [{"license": "mit", "source": "here"}] * 8)]
+    trainer.train()
+    trainer.save_model()
+    first, second = TrainingRecord.load(tmp_path / "b").runs
+    assert [(stage.stage, stage.steps) for run in (first, second) for stage in run.stages] == [
+        ("teacher", 1),
+        ("stable", 2),
+    ]
+    assert second.stages[0].anchors == sum(sum(sample["supervised"]) - 1 for sample in samples)
+    assert (first.history_window, second.history_window) == (4, 0)
+    assert second.data == trainer.training_data and second.target.dtype == "float32"
+
+    trainer.create_model_card(license="mit", model_name="owner/tiny-DLite")
+    card = ModelCard.load(tmp_path / "b" / "README.md")
+    assert card.data.base_model == "owner/tiny" and card.data.license == "mit"
+    assert "stable" in card.text and "teacher" in card.text and "owner/tiny-DLite" in card.text
 
 
 def test_a_resumed_run_equals_one_without_interruption(tmp_path, tiny_llama, make_drafter):
@@ -370,3 +397,34 @@ def test_an_overfitted_drafter_gets_its_tokens_accepted(overfitted):
             drafted = overfitted.target.generate(prompt[None], assistant_model=overfitted.drafter, **options)
             assert torch.equal(drafted, plain)
     assert statistics.tau > overfitted.drafter.config.num_draft_tokens / 2
+
+
+def test_predict_leaves_no_trace_in_the_next_evaluation(tmp_path, tiny_llama, make_drafter):
+    trainer = DLiteTrainer(
+        make_drafter(tiny_llama), tiny_llama, make_args(tmp_path), eval_dataset=make_samples(4, seed=1)
+    )
+    before = trainer.evaluate()
+    trainer.predict(make_samples(4, seed=2))
+    after = trainer.evaluate()
+    assert after["eval_accuracy"] == before["eval_accuracy"]
+    assert after["eval_expected_tau"] == before["eval_expected_tau"]
+
+
+def test_an_epochs_log_has_its_acceptance_after_an_evaluation(tmp_path, tiny_llama, make_drafter):
+    # Two steps an epoch; the evaluation comes between the last of them and the epoch's log.
+    args = make_args(tmp_path, max_steps=2, logging_strategy="epoch", eval_strategy="steps", eval_steps=2)
+    trainer = DLiteTrainer(make_drafter(tiny_llama), tiny_llama, args, make_samples(), make_samples(2, seed=1))
+    trainer.train()
+    [entry] = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert "accuracy" in entry and "expected_tau" in entry
+
+
+def test_counts_go_on_where_callbacks_are_restored(tmp_path, tiny_llama, make_drafter):
+    def train(**overrides):
+        args = make_args(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, **overrides)
+        trainer = DLiteTrainer(make_drafter(tiny_llama), tiny_llama, args, make_samples(16))
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if overrides else None)
+        return trainer.progress.counts()["stable"]["steps"]
+
+    assert train() == 4
+    assert train(restore_callback_states_from_checkpoint=True) == 4

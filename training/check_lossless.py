@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dlite_hf import DLiteForDrafting, speculation_statistics
 from dlite_hf.conversations import template_inputs
+from dlite_hf.json_lines import read_json_lines
 from dlite_hf.training_record import hardware
 
 
@@ -42,8 +43,7 @@ def read_prompts(
     prompts = []
     for file in sorted(folder.glob("*.jsonl")):
         found: list[tuple[str, str, BatchEncoding]] = []
-        for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        for record in read_json_lines(file):
             if "turns" in record:
                 record["messages"], places = [{"role": "user", "content": record["turns"][0]}], [1]
             else:

@@ -14,7 +14,6 @@ corpus use `dlite-hf train`, which runs the target beside the drafter.
 it. `--drafter` goes on from another drafter's weights.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +25,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from transformers.utils import logging
 
 from dlite_hf import DLiteConfig, DLiteForDrafting, DLiteTrainer, DLiteTrainingArguments
-from dlite_hf.conversations import tokenize_conversations
-from dlite_hf.data import sample_blocks
+from dlite_hf.conversations import end_of_turn_ids, tokenize_conversations
+from dlite_hf.data import most_frequent_tokens, sample_blocks
 from dlite_hf.history import DLiteHistory
+from dlite_hf.json_lines import read_json_lines
 from dlite_hf.losses import TargetDistribution
 from dlite_hf.target import capture_hidden_states, gather_features
 from dlite_hf.trainer import TargetOutputs
+from dlite_hf.training_record import TrainingRecord, describe_data
 
 
 logger = logging.get_logger("dlite_hf.train")
@@ -179,10 +180,10 @@ class StoredTrainer(DLiteTrainer):
 def most_frequent(store: dict[str, torch.Tensor], size: int) -> list[int]:
     """The most frequent tokens of the answers, and of what the target finds most likely."""
     tokens = torch.cat([store["drafted"][store["weights"] > 0], store["top"][store["pivots"]]])
-    counts = tokens.bincount()
-    chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
-    logger.warning(f"{size} tokens cover {counts[chosen].sum() / counts.sum():.2%} of the answers.")
-    return chosen.tolist()
+    sample = {"input_ids": tokens.tolist(), "supervised": [True] * len(tokens)}
+    vocabulary = most_frequent_tokens([sample], size, (), int(tokens.max()) + 1)
+    logger.warning(f"{size} tokens cover {vocabulary.coverage:.2%} of the answers.")
+    return vocabulary.token_ids
 
 
 def make_drafter(args: StoredArguments, target: PreTrainedModel, tokenizer: Any) -> DLiteForDrafting:
@@ -218,11 +219,9 @@ def main() -> None:
     drafter = make_drafter(script_args, target, tokenizer)
     drafter.set_attn_implementation("eager")  # it has the fastest backward pass on a CPU
     if not script_args.store.exists():
-        conversations = [line for file in script_args.train_files for line in Path(file).open(encoding="utf-8")]
-        eos_token_ids = [tokenizer.eos_token_id]
-        samples = tokenize_conversations(
-            [json.loads(line) for line in conversations], tokenizer, eos_token_ids, args.max_length
-        )
+        conversations = [each for file in script_args.train_files for each in read_json_lines(file)]
+        end_ids = end_of_turn_ids(target.generation_config)
+        samples = tokenize_conversations(conversations, tokenizer, end_ids, args.max_length)
         write_store(target, list(samples), drafter.config, script_args.store_window, script_args.store)
     store = torch.load(script_args.store, mmap=True)
     if script_args.draft_vocab_size is not None and drafter.config.draft_vocab_size is None:
@@ -242,9 +241,15 @@ def main() -> None:
         data_collator=anchors.collate,
         store=store,
     )
+    trainer.training_data = [describe_data(file, read_json_lines(file)) for file in script_args.train_files]
+    for folder in (script_args.drafter, script_args.teacher):
+        if folder is not None and TrainingRecord.exists(folder):
+            trainer.earlier_runs += TrainingRecord.load(folder).runs
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume == "true" else resume)
-    drafter.to(target.dtype).save_pretrained(Path(args.output_dir) / "drafter")
+    folder = Path(args.output_dir) / "drafter"
+    drafter.to(target.dtype).save_pretrained(folder)
+    trainer.training_record().save(folder)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 
 import argparse
 import difflib
+import dis
 import json
 import sys
-import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -24,7 +24,7 @@ class Command(NamedTuple):
     Args:
         help: what it does.
         argument_classes: the names of its dataclasses.
-        implies: options that follow from others.
+        implies: fields that are true where another one is.
     """
 
     help: str
@@ -37,14 +37,24 @@ COMMANDS = {
     "train": Command(
         "trains a drafter, with its teacher before it where one is asked for, or says what that would cost",
         ("TrainArguments", "DLiteTrainingArguments", "EstimateArguments"),
-        implies={"--estimate": "--use_cpu"},  # an estimate of bfloat16 on an accelerator needs none
+        implies={"estimate": "use_cpu"},  # an estimate of bfloat16 on an accelerator needs none
     ),
     "card": Command("writes the model card of a finished run", ("CardArguments",)),
 }
 
 
 class _Parser(HfArgumentParser):
-    """Raises what is wrong, rather than printing two hundred options with it."""
+    """Raises what is wrong, rather than printing two hundred options with it, and lets every list have any length."""
+
+    def __init__(self, argument_classes: Iterable[type] = (), **kwargs: Any):
+        super().__init__(argument_classes, **kwargs)
+        hints = {name: hint for each in argument_classes for name, hint in get_type_hints(each).items()}
+        choices = {name: (hint,) if get_origin(hint) is list else get_args(hint) for name, hint in hints.items()}
+        lists = {name for name, choice in choices.items() if any(get_origin(each) is list for each in choice)}
+        self.texts_or_lists = {name for name in lists if str in choices[name]}
+        for action in self._actions:
+            if action.dest in lists:
+                action.nargs = "*"  # of `str | list[str]` it would take one value, and of a list not none
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -52,24 +62,39 @@ class _Parser(HfArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the process's exit status, 2 after a mistake of the user, told in one line."""
+    parsed = False
     try:
         run, arguments = _parse(sys.argv[1:] if argv is None else argv)
-    except (ValueError, TypeError, OSError) as error:
-        return _report(error)
-    try:
+        parsed = True
         run(*arguments)
     except OSError as error:
         return _report(error)
-    except (ValueError, TypeError) as error:
-        # Of these only our own speak to the user; from elsewhere they are a defect, whose traceback is needed.
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if not frame.f_globals["__name__"].startswith(f"{__package__}."):
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(f"{__package__}."):
+            raise
+        return _report(f'{error}; pip install "dlite-hf[train,regenerate]" installs what the commands need.')
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        module = _raised_in(error) or ""
+        told = module.startswith(f"{__package__}.") or (bool(module) and isinstance(error, ImportError))
+        # While arguments are read, what Transformers refuses of them is the user's mistake too.
+        if not told and (parsed or not isinstance(error, ValueError)):
             raise
         return _report(error)
     return 0
 
 
-def _report(error: Exception) -> int:
+def _raised_in(error: Exception) -> str | None:
+    """The module with the `raise` that made the error; None for what a call or an operation failed with, which is a
+    defect, whose traceback is needed."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    if step is None or step.tb_frame.f_code.co_code[step.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
+        return None
+    return step.tb_frame.f_globals["__name__"]
+
+
+def _report(error: Exception | str) -> int:
     print(f"dlite-hf: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
 
@@ -102,11 +127,10 @@ def _parse(argv: Sequence[str]) -> tuple[Callable[..., None], tuple[Any, ...]]:
         epilog="A recipe gives fields by their names; those on the command line override it.",
         allow_abbrev=False,
     )
-    implied = [option for given, option in command.implies.items() if given in namespace.arguments]
-    return module.main, parse_arguments(parser, [*namespace.arguments, *implied])
+    return module.main, _read_arguments(parser, namespace.arguments, command.implies)
 
 
-def parse_arguments(parser: HfArgumentParser, arguments: Sequence[str]) -> tuple[Any, ...]:
+def _read_arguments(parser: _Parser, arguments: Sequence[str], implies: dict[str, str]) -> tuple[Any, ...]:
     """The parser's dataclasses, from a recipe if the first argument is one, and from `--field value` after it.
 
     Raises:
@@ -115,15 +139,18 @@ def parse_arguments(parser: HfArgumentParser, arguments: Sequence[str]) -> tuple
     names = [field.name for each in parser.dataclass_types for field in fields(each) if field.init]
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         arguments = [*_read_recipe(arguments[0], names), *arguments[1:]]
-    *parsed, remaining = parser.parse_args_into_dataclasses(
-        list(arguments), return_remaining_strings=True, look_for_args_file=False
-    )
+    namespace, remaining = parser.parse_known_args(arguments)
     unknown = [each for each in remaining if each.startswith("--")]
     if unknown:
         _refuse_unknown(unknown, [f"--{name}" for name in names], "the command line")
     if remaining:
         raise ValueError(f"{remaining} belong to no field; write `--field value`, and a recipe first of all.")
-    return tuple(parsed)
+    values = vars(namespace)
+    for name in parser.texts_or_lists:
+        if isinstance(values[name], list) and len(values[name]) == 1:
+            values[name] = values[name][0]
+    values.update({implied: True for given, implied in implies.items() if values[given]})
+    return parser.parse_dict(values)
 
 
 def _read_recipe(file: str, names: Collection[str]) -> list[str]:

@@ -47,7 +47,8 @@ class DLiteConfig(PreTrainedConfig):
         num_key_value_heads (`int`): key and value heads of the backbone.
         head_dim (`int`): size of a head, even.
         hidden_act (`str`): activation of the backbone's MLP.
-        max_position_embeddings (`int`): only read by rotary types that scale; positions restart at 0 in every block.
+        max_position_embeddings (`int`): only read by rotary types that scale; positions restart at 0 in every block,
+            or, with a history, at its first token.
         initializer_range (`float`): standard deviation of the first weights.
         rms_norm_eps (`float`): epsilon of every norm.
         rope_parameters (`dict`): `rope_type` and `rope_theta`.
@@ -64,7 +65,8 @@ class DLiteConfig(PreTrainedConfig):
         context_fusion (`str`): `"sequence"` gives every layer read a context slot of its own; `"feature"`, the
             paper's ablation, projects all of them to one slot.
         history_window (`int`): W; 0 is DLite. A drafter with W >= 2 also reads the W - 1 tokens before the pivot: the
-            teacher of the warm-up stage, or the paper's ablation.
+            teacher of the warm-up stage, or the paper's ablation. In `generate` the window holds what the call itself
+            ran: with the cache of an earlier turn it begins anew.
         history_layer_ids (`list[int]`): the layers read of those tokens; the first, middle and last by default.
         num_target_layers (`int`): layers of the target, L.
         target_model_type (`str`, *optional*): `model_type` of the target's text model.

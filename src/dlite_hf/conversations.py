@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Sequence, Value
+from datasets.fingerprint import Hasher
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -149,23 +150,22 @@ def tokenize_conversations(
         "chat_template_kwargs": chat_template_kwargs,
     }
     if isinstance(conversations, Dataset):
+        # Columns of tables, not of JSON: their dictionaries all have the same keys, and null was added.
+        options["padded"] = [
+            name
+            for name, feature in conversations.features.items()
+            if isinstance(getattr(feature, "feature", feature), dict)
+        ]
+        # By itself `datasets` knows a function by its name: without its text, an update would read the old cache.
+        source = inspect.getsource(sys.modules[__name__])
         samples = conversations.map(
             _tokenize_batch,
             batched=True,
             batch_size=100,
             remove_columns=conversations.column_names,
             features=_COLUMNS,
-            fn_kwargs={
-                **options,
-                # Columns of tables, not of JSON: their dictionaries all have the same keys, and null was added.
-                "padded": [
-                    name
-                    for name, feature in conversations.features.items()
-                    if isinstance(getattr(feature, "feature", feature), dict)
-                ],
-                # `datasets` knows a function by its name: without its text, an update would read the old cache.
-                "source": inspect.getsource(sys.modules[__name__]),
-            },
+            fn_kwargs=options,
+            new_fingerprint=Hasher.hash((conversations._fingerprint, source, options)),
             desc="Tokenizing conversations",
         )
     else:
@@ -189,7 +189,7 @@ def tokenize_conversations(
     return samples.select(np.flatnonzero(is_kept)).select_columns(["input_ids", "supervised"])
 
 
-def _tokenize_batch(batch: dict[str, list], padded: list[str], source: str, **options: Any) -> dict[str, list]:
+def _tokenize_batch(batch: dict[str, list], padded: list[str], **options: Any) -> dict[str, list]:
     columns = {name: _without_nulls(values) if name in padded else values for name, values in batch.items()}
     rows = zip(*columns.values(), strict=True)
     return _tokenize_all((dict(zip(columns, row, strict=True)) for row in rows), **options)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .configuration_dlite import DLiteConfig
+from .history import _ANCHORS_PER_DENSE_ROW
 from .modeling_dlite import DLiteForDrafting
 from .target import text_decoder
 
@@ -22,6 +23,7 @@ PEAK_FLOPS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "h800": 989e12, "c
 _ADAMW_BYTES = 16  # a parameter in fp32, its gradient and two moments
 _CHECKPOINT_BYTES = 12  # a parameter in fp32 and two moments
 _ROWS_PER_MATMUL = 512  # of the loss
+_TOKENIZED_BYTES = 5  # a token on disk: its id, and whether it is supervised
 
 
 class TargetSize(NamedTuple):
@@ -67,13 +69,20 @@ class DrafterFlops(NamedTuple):
     history: float
     vocabulary: float
 
+    @property
+    def total(self) -> float:
+        return self.backbone + self.history + self.vocabulary
+
     @classmethod
-    def of(cls, config: DLiteConfig, num_anchors: float, num_tokens: float) -> "DrafterFlops":
+    def of(
+        cls, config: DLiteConfig, num_anchors: float, num_tokens: float, attn_implementation: str
+    ) -> "DrafterFlops":
         """
         Args:
             config: of the drafter.
             num_anchors: anchors drawn from the sequence.
             num_tokens: tokens of the sequence, which only a drafter with history reads.
+            attn_implementation: of the drafter; all but `"flex_attention"` compute what the history's mask leaves out.
         """
         hidden, rank, num_layers = config.hidden_size, config.sequential_rank, config.num_hidden_layers
         num_queries = config.anchor_group_size + config.num_draft_tokens
@@ -96,7 +105,10 @@ class DrafterFlops(NamedTuple):
         if config.history_window:
             slots = num_tokens * hidden * (len(config.history_layer_ids) * hidden + num_layers * key_value_size)
             num_seen = min(config.history_window - 1, num_tokens)
-            history = slots + num_anchors * num_layers * 2 * num_queries * num_seen * query_size
+            if attn_implementation != "flex_attention":
+                # All of the sequence, and the blocks that share the row.
+                num_seen = num_tokens + (min(num_anchors, _ANCHORS_PER_DENSE_ROW) - 1) * num_keys
+            history = slots + num_anchors * num_layers * 2 * num_queries * max(num_seen, 0) * query_size
         return cls(2 * num_anchors * (num_layers * layer + head + fuse), 2 * history, 2 * num_anchors * vocabulary)
 
 
@@ -115,8 +127,19 @@ class StageCost(NamedTuple):
     teacher_flops: float
 
     @property
+    def flops_of(self) -> dict[str, float]:
+        """FLOPs by what they are spent on."""
+        return {
+            "target": self.target_flops,
+            "drafter": self.drafter_flops,
+            "vocabulary": self.vocabulary_flops,
+            "history": self.history_flops,
+            "teacher": self.teacher_flops,
+        }
+
+    @property
     def flops(self) -> float:
-        return sum(self[5:])
+        return sum(self.flops_of.values())
 
 
 @dataclass(frozen=True)
@@ -136,6 +159,7 @@ class Workload:
         batch_size: conversations of one forward on one device.
         batches_per_step: forwards of one device in an optimizer step.
         num_devices: devices that share a step.
+        attn_implementation: of the drafter and its teacher.
         target_bytes: of one of the target's numbers.
         activation_bytes: of one of the drafter's activations, 2 in mixed precision.
         checkpoints_kept: checkpoints on disk at the end, those of the teacher included.
@@ -155,6 +179,7 @@ class Workload:
     batch_size: int
     batches_per_step: int
     num_devices: int
+    attn_implementation: str
     target_bytes: int
     activation_bytes: int
     checkpoints_kept: int
@@ -171,22 +196,22 @@ class Workload:
         conversations = epochs * self.num_conversations
         trained = self.teacher if stage == "teacher" and self.teacher else self.drafter
         num_logits = min(self.mean_answer_tokens, anchors * self.drafter.num_draft_tokens)
-        flops = DrafterFlops.of(trained, anchors, self.mean_tokens)
+        flops = DrafterFlops.of(trained, anchors, self.mean_tokens, self.attn_implementation)
         teacher = 0.0
         if stage in ("warmup", "transition") and self.teacher:
-            teacher = sum(DrafterFlops.of(self.teacher, anchors, self.mean_tokens))
+            teacher = DrafterFlops.of(self.teacher, anchors, self.mean_tokens, self.attn_implementation).total
         per_step = self.batch_size * self.batches_per_step * self.num_devices
         return StageCost(
-            stage,
-            epochs,
-            math.ceil(conversations / per_step),
-            conversations * self.mean_tokens,
-            conversations * anchors,
-            conversations * self.target.forward_flops(self.mean_tokens, num_logits),
-            conversations * 3 * flops.backbone,
-            conversations * 3 * flops.vocabulary,
-            conversations * 3 * flops.history,
-            conversations * teacher,
+            stage=stage,
+            epochs=epochs,
+            steps=math.ceil(conversations / per_step),
+            target_tokens=conversations * self.mean_tokens,
+            anchors=conversations * anchors,
+            target_flops=conversations * self.target.forward_flops(self.mean_tokens, num_logits),
+            drafter_flops=conversations * 3 * flops.backbone,
+            vocabulary_flops=conversations * 3 * flops.vocabulary,
+            history_flops=conversations * 3 * flops.history,
+            teacher_flops=conversations * teacher,
         )
 
     @property
@@ -214,9 +239,20 @@ class Workload:
             "drafter's activations (rough)": activations,
             "loss": vocab_size * (_ROWS_PER_MATMUL * self.activation_bytes + rank * 4),
         }
+        if any(model.history_window for model in models):
+            numbers = self.batch_size * max(map(self._history_numbers, models))
+            memory["history (rough)"] = numbers * self.activation_bytes
         if self.teacher:
             memory["teacher's weights"] = num_parameters(self.teacher) * self.target_bytes
         return memory
+
+    def _history_numbers(self, model: DLiteConfig) -> float:
+        """Of the longest sequence; a finished teacher runs without a backward pass, layer after layer."""
+        numbers = history_numbers(
+            model, min(self.max_anchors, self.max_length), self.max_length, self.attn_implementation
+        )
+        is_trained = model is self.drafter or self.epochs.get("teacher", 0) > 0
+        return numbers if is_trained else numbers / model.num_hidden_layers
 
     @property
     def disk(self) -> dict[str, float]:
@@ -225,6 +261,7 @@ class Workload:
         largest = max(map(num_parameters, models))
         states = len(self.drafter.captured_layer_ids) * self.drafter.hidden_size * self.target_bytes
         return {
+            "tokenised corpus": self.num_conversations * self.mean_tokens * _TOKENIZED_BYTES,
             f"{self.checkpoints_kept} checkpoints": float(self.checkpoints_kept * largest * _CHECKPOINT_BYTES),
             "finished drafters": float(sum(map(num_parameters, models)) * self.target_bytes),
             "not needed: hidden states, if stored": self.num_conversations * self.mean_tokens * states,
@@ -249,33 +286,38 @@ def activation_numbers(config: DLiteConfig) -> float:
     return config.num_hidden_layers * (num_queries * per_query + (num_slots + num_queries) * per_key)
 
 
+def history_numbers(config: DLiteConfig, num_anchors: int, num_tokens: int, attn_implementation: str) -> float:
+    """Numbers that the history of one sequence leaves for the backward pass, as autograd keeps them in bfloat16
+    autocast: under a dense mask every row of anchors has its own copy of the sequence's keys and values, with a value
+    head for each query head, and under `"eager"` its scores."""
+    if not config.history_window:
+        return 0.0
+    hidden, num_layers = config.hidden_size, config.num_hidden_layers
+    query_size = config.num_attention_heads * config.head_dim
+    key_value_size = 2 * config.num_key_value_heads * config.head_dim
+    num_rows, per_layer = 1, 2.5 * key_value_size
+    if attn_implementation != "flex_attention":
+        group = min(num_anchors, _ANCHORS_PER_DENSE_ROW)
+        num_rows = math.ceil(num_anchors / group)
+        num_queries = group * (config.anchor_group_size + config.num_draft_tokens)
+        scores = 3 * config.num_attention_heads if attn_implementation == "eager" else 1
+        per_layer = 1.5 * key_value_size + 2 * query_size + scores * num_queries
+    once = hidden * (len(config.history_layer_ids) + 2 * num_layers)
+    return num_tokens * (once + num_rows * num_layers * per_layer)
+
+
 def describe(workload: Workload) -> str:
     """The estimate as tables for a terminal."""
     stages = workload.stages
+    spent_on = list(stages[0].flops_of) if stages else []
     rows: list[Sequence[str]] = [
-        (
-            "stage",
-            "epochs",
-            "steps",
-            "target tokens",
-            "anchors",
-            "target",
-            "drafter",
-            "vocabulary",
-            "history",
-            "teacher",
-            "in all",
-            "hours",
-        ),  # fmt: skip
+        ("stage", "epochs", "steps", "target tokens", "anchors", *spent_on, "in all", "hours"),
     ]
     for cost in stages:
-        hours = workload.device_hours(cost.flops)
-        rows.append(
-            (cost.stage, f"{cost.epochs:g}", f"{cost.steps:,}", _short(cost.target_tokens), _short(cost.anchors))
-            + tuple(map(_short, [*cost[5:], cost.flops]))
-            + (f"{hours:,.1f}",)
-        )
-    hours = workload.device_hours(sum(cost.flops for cost in stages))
+        sizes = [cost.target_tokens, cost.anchors, *cost.flops_of.values(), cost.flops]
+        hours = f"{workload.device_hours(cost.flops):,.1f}"
+        rows.append((cost.stage, f"{cost.epochs:g}", f"{cost.steps:,}", *map(_short, sizes), hours))
+    all_hours = workload.device_hours(sum(cost.flops for cost in stages))
     count, device = workload.num_devices, workload.device
     memory, disk = workload.memory, workload.disk
     shared = memory["drafter in fp32, gradients, AdamW"] / count
@@ -289,8 +331,8 @@ def describe(workload: Workload) -> str:
         *_align(rows),
         "target to teacher are FLOPs: target and teacher forward; drafter, vocabulary and history backward as well",
         "",
-        f"{hours:,.1f} {device} hours, {hours / count:,.1f} hours on {count}, at {workload.utilization:.0%} of "
-        f"{PEAK_FLOPS[device] / 1e12:g} bfloat16 TFLOP/s; evaluation and regeneration not counted",
+        f"{all_hours:,.1f} {device} hours, {all_hours / count:,.1f} hours on {count}, at {workload.utilization:.0%} "
+        f"of {PEAK_FLOPS[device] / 1e12:g} bfloat16 TFLOP/s; evaluation and regeneration not counted",
         "",
         f"memory of a device, sequences of {workload.max_length:,} tokens",
         *_align([(f"  {name}", f"{_short(size)}B") for name, size in memory.items()]),

@@ -20,12 +20,12 @@ logger = logging.get_logger(__name__)
 
 
 def prompts_of(samples: Iterable[dict[str, Any]]) -> Iterable[list[int]]:
-    """The prompt before each supervised turn of samples (`input_ids`, `supervised`)."""
+    """The prompt before the last supervised turn of every sample (`input_ids`, `supervised`) that has one."""
     for sample in samples:
-        supervised = [False, *sample["supervised"]]
-        for start, (before, here) in enumerate(zip(supervised, supervised[1:], strict=False)):
-            if here and not before and start:
-                yield list(sample["input_ids"][:start])
+        supervised = list(sample["supervised"])
+        starts = [i for i in range(1, len(supervised)) if supervised[i] and not supervised[i - 1]]
+        if starts:
+            yield list(sample["input_ids"][: starts[-1]])
 
 
 def live_tau(
@@ -39,7 +39,7 @@ def live_tau(
 
     Every process generates for its share of them.
     """
-    drafter = _whole(drafter)
+    drafter = _gathered(drafter)
     training = drafter.training
     drafter.eval()
     own = islice(prompts_of(samples), accelerator.process_index, args.eval_num_prompts, accelerator.num_processes)
@@ -59,7 +59,7 @@ def live_tau(
     return emitted / rounds if rounds else float("nan")
 
 
-def _whole(drafter: DLiteForDrafting) -> DLiteForDrafting:
+def _gathered(drafter: DLiteForDrafting) -> DLiteForDrafting:
     """The drafter, or a copy of it where FSDP2 holds it in shards: drafting calls parts of it by themselves."""
     if not any(isinstance(parameter, DTensor) for parameter in drafter.parameters()):
         return drafter

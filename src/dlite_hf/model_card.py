@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from .configuration_dlite import DLiteConfig
 from .evaluation_report import NOT_MEASURED, NOT_RECORDED, make_report_section, make_table, read_report
-from .training_record import StageRecord, TrainingRecord, TrainingRun
+from .training_record import TrainingRecord, TrainingRun, is_local_path, without_folders
 
 
 MARKER = "<!-- Made by dlite-hf from what was trained and measured; it is overwritten when it is made again. -->"
@@ -73,9 +73,9 @@ def create_model_card(
     repo_id = repo_id or folder.resolve().name
     if base_model is None:
         base_model = config.target_name_or_path or ""
-        if not base_model or os.path.exists(base_model):
+        if not base_model or is_local_path(base_model):
             raise ValueError(
-                f"The configuration names the target {Path(base_model).name!r}, which is no id on the Hub; pass "
+                f"The configuration names the target {without_folders(base_model)!r}, which is no id on the Hub; pass "
                 "`base_model`, the id of the target."
             )
     for argument, hub_id in (("repo_id", repo_id), ("base_model", base_model), *(("datasets", id) for id in datasets)):
@@ -173,13 +173,17 @@ def _training(runs: list[TrainingRun]) -> str:
     parts = []
     for number, run in enumerate(runs, start=1):
         title = [f"### Run {number} of {len(runs)}, {run.finished_at}"] if len(runs) > 1 else []
-        parts += [*title, _stages(run.stages), _run_settings(run), _run_data(run)]
+        parts += [*title, _stages(run), _run_settings(run), _run_data(run)]
     return "\n\n".join(parts)
 
 
-def _stages(stages: list[StageRecord]) -> str:
-    rows = [(each.stage, f"{each.steps:,}", f"{each.anchors:,}", f"{each.seconds / 3600:.2f}") for each in stages]
-    return make_table(["stage", "steps", "anchors seen", "hours"], rows)
+def _stages(run: TrainingRun) -> str:
+    rows = [(each.stage, f"{each.steps:,}", f"{each.anchors:,}", f"{each.seconds / 3600:.2f}") for each in run.stages]
+    table = make_table(["stage", "steps", "anchors seen", "hours"], rows)
+    if run.best_step is None:
+        return table
+    steps = sum(each.steps for each in run.stages)
+    return f"{table}\n\nThe weights are those of step {run.best_step:,} of {steps:,}, the best by eval_tau."
 
 
 def _run_settings(run: TrainingRun) -> str:
@@ -234,7 +238,7 @@ def _run_data(run: TrainingRun) -> str:
 
 def _evaluation(reports: list[dict[str, Any]]) -> str:
     if not reports:
-        return f"tau: {NOT_MEASURED}. Speed: {NOT_MEASURED}."
+        return f"No evaluation was given when this card was made. tau: {NOT_MEASURED}. Speed: {NOT_MEASURED}."
     introduction = (
         "tau is the number of tokens emitted per verification by the target, pooled over a set's prompts: the bonus, "
         "the target's own token of a round, is counted, and the prefill's token is not. One sequence a call. A "

@@ -75,7 +75,7 @@ class DLiteAttention(Qwen3Attention):
 
         query = self.q_norm(self.q_proj(hidden_states).view(query_shape)).transpose(1, 2)
         key, value = self.k_proj(key_value_states), self.v_proj(key_value_states)
-        if history_states is not None:  # projected once a sequence, whatever the number of its anchors
+        if history_states is not None:  # projected once a sequence, then repeated for its rows of anchors
             key = torch.cat([self.k_proj(history_states)[sequence_of_row], key], dim=1)
             value = torch.cat([self.v_proj(history_states)[sequence_of_row], value], dim=1)
         key = self.k_norm(key.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
@@ -112,11 +112,21 @@ class DLiteDecoderLayer(Qwen3DecoderLayer):
         hidden_states: torch.Tensor,
         context_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: Any = None,
+        history_states: torch.Tensor | None = None,
+        sequence_of_row: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)
-        hidden_states = residual + self.self_attn(hidden_states, context_states, position_embeddings, **kwargs)
+        hidden_states = residual + self.self_attn(
+            self.input_layernorm(hidden_states),
+            context_states,
+            position_embeddings,
+            attention_mask,
+            history_states,
+            sequence_of_row,
+            **kwargs,
+        )
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -322,7 +332,7 @@ class DLiteForDrafting(PreTrainedModel):
         group_size, num_queries = previous_token_ids.shape[1], inputs_embeds.shape[1]
         context_states = self._context_states(context_features)
         hidden_states = inputs_embeds
-        layout = None
+        layout, mask, history_states, sequence_of_row = None, None, None, None
         if history is None:
             # Local positions, anew in every round: tokens count from 0, all context slots share one position.
             positions = torch.arange(num_queries, device=inputs_embeds.device)
@@ -334,13 +344,20 @@ class DLiteForDrafting(PreTrainedModel):
             )
             position_ids = layout.position_ids
             hidden_states, context_states = layout.pack(hidden_states), layout.pack(context_states)
-            kwargs["attention_mask"] = layout.mask
-            kwargs["history_states"] = self.history_norm(self.history_fuse(history.features.flatten(2)))
-            kwargs["sequence_of_row"] = layout.sequence_of_row
+            mask, sequence_of_row = layout.mask, layout.sequence_of_row
+            history_states = self.history_norm(self.history_fuse(history.features.flatten(2)))
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
 
         for layer in self.layers:
-            hidden_states = layer(hidden_states, context_states, position_embeddings, **kwargs)
+            hidden_states = layer(
+                hidden_states,
+                context_states,
+                position_embeddings,
+                mask,
+                history_states,
+                sequence_of_row,
+                **kwargs,
+            )
         if layout is not None:
             hidden_states = layout.unpack(hidden_states)
         hidden_states = self.norm(hidden_states[:, group_size:])
@@ -404,6 +421,13 @@ class DLiteForDrafting(PreTrainedModel):
             "A DLite drafter does not generate by itself; call `target.generate(**inputs, assistant_model=drafter)` "
             f"on its target, {self.config.target_name_or_path or 'the model that it was trained for'}."
         )
+
+
+def drafter_in(model: Any) -> DLiteForDrafting | None:
+    """The drafter that `model` is, or has inside where it is a PEFT model, whose adapters are then part of it."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model if isinstance(model, DLiteForDrafting) else None
 
 
 __all__ = ["DLiteForDrafting", "DLiteOutput"]

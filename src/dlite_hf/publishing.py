@@ -10,10 +10,11 @@ import yaml
 from huggingface_hub import CommitInfo, HfApi, ModelCard
 from safetensors import safe_open
 
+from . import __version__
 from .configuration_dlite import DLiteConfig
 from .model_card import BASE_MODEL_RELATION, LIBRARY_NAME, PIPELINE_TAG, TAGS, check_hub_id
 from .modeling_dlite import DLiteForDrafting
-from .training_record import FILE_NAME, TrainingRecord
+from .training_record import FILE_NAME, TrainingRecord, is_local_path
 
 
 REQUIRED_FILES = ("config.json", "model.safetensors", "README.md")
@@ -38,9 +39,10 @@ def check_folder(folder: str | os.PathLike) -> None:
         if TrainingRecord.exists(folder):
             TrainingRecord.load(folder)
     if problems:
+        name = folder.resolve().name
         raise ValueError(
-            f"The folder {folder.resolve().name!r} cannot be published: {'; '.join(problems)}. Save the drafter with "
-            "`save_pretrained` in a folder of its own and write its card with `create_model_card`."
+            f"The folder {name!r} cannot be published: {'; '.join(problems)}. Save the drafter with "
+            f"`save_pretrained` in a folder of its own and write its card with `dlite-hf card --drafter {name}`."
         )
 
 
@@ -96,6 +98,17 @@ def _card_problems(folder: Path, config: DLiteConfig) -> list[str]:
     return problems
 
 
+def name_target(folder: str | os.PathLike, base_model: str) -> None:
+    """Names the target by its id on the Hub in the `config.json` of `folder`, where that names a local folder or none.
+
+    A drafter keeps the path that its target was loaded from, which means nothing elsewhere and may name a user.
+    """
+    config = DLiteConfig.from_pretrained(folder)
+    if not config.target_name_or_path or is_local_path(config.target_name_or_path):
+        config.target_name_or_path = base_model
+        config.save_pretrained(folder)
+
+
 def push_drafter(
     folder: str | os.PathLike,
     repo_id: str,
@@ -119,8 +132,6 @@ def push_drafter(
         ValueError: if the folder is incomplete or holds what does not belong there, see `check_folder`. Nothing has
             been sent then.
     """
-    from . import __version__
-
     check_folder(folder)
     api = HfApi(token=token, library_name="dlite_hf", library_version=__version__)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -135,4 +146,4 @@ def push_drafter(
     )
 
 
-__all__ = ["check_folder", "push_drafter"]
+__all__ = ["check_folder", "name_target", "push_drafter"]

@@ -44,6 +44,14 @@ class RegenerationCounts:
         )
 
 
+class NothingAnsweredError(RuntimeError):
+    """Every conversation failed; `counts` says what became of the input."""
+
+    def __init__(self, message: str, counts: RegenerationCounts):
+        super().__init__(message)
+        self.counts = counts
+
+
 def regenerate(
     backend: Backend,
     conversations: Iterable[dict[str, Any]],
@@ -74,7 +82,7 @@ def regenerate(
     Raises:
         ValueError: before anything is answered, if a conversation lacks `id` or `messages`, shares its `id` with
             another, or says nothing to be answered, or if `output_file` holds answers made in another way.
-        RuntimeError: if every conversation failed, and none was answered earlier.
+        NothingAnsweredError: if every conversation failed, and none was answered earlier.
     """
     generation = {**backend.generation, "turns": turns}
     dialogues = [_Dialogue.start(conversation, turns) for conversation in conversations]
@@ -118,7 +126,7 @@ def regenerate(
         name, error = first_failure
         message = f"None of {counts.failed} conversations was answered; the first, {name!r}, failed with: {error}"
         if not resumed:
-            raise RuntimeError(message) from error
+            raise NothingAnsweredError(message, counts) from error
         logger.error(message)
     return counts
 

@@ -110,7 +110,12 @@ def gather_features(
             "`[N, T, H]`; choose other `target_layer_ids`."
         )
     device = selected[-1].device
-    return torch.stack([states[:, rows].to(device) for states in selected], dim=2)
+
+    def take(states: torch.Tensor) -> torch.Tensor:
+        # The layers of a target may lie on several devices.
+        return states[:, rows if isinstance(rows, slice) else rows.to(states.device)].to(device)
+
+    return torch.stack([take(states) for states in selected], dim=2)
 
 
 def text_decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:

@@ -6,23 +6,31 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, SchedulerType, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
 
-from .conversations import tokenize_conversations
+from .conversations import end_of_turn_ids, tokenize_conversations
 from .data import drafting_data_collator, sample_blocks
 from .history import DLiteHistory
 from .live_evaluation import live_tau
 from .losses import LossWeights, TargetDistribution, drafting_loss, target_distribution
-from .modeling_dlite import DLiteForDrafting
+from .model_card import create_model_card
+from .modeling_dlite import DLiteForDrafting, drafter_in
 from .target import capture_hidden_states, check_compatible, embed_tokens, gather_features
 from .training_args import DLiteTrainingArguments
 from .training_progress import TrainingProgress
+from .training_record import DataRecord, StageRecord, TargetRecord, TrainingRecord, TrainingRun, hardware
+
+
+logger = logging.get_logger(__name__)
 
 
 class TargetOutputs(NamedTuple):
@@ -49,10 +57,13 @@ class DLiteTrainer(Trainer):
 
     with both sums over the whole optimizer step: all anchors of all accumulated batches of all processes. The stages:
 
-    * teacher: a drafter with a `history_window`, trained with `ce_weight=1.0, tv_weight=0.0` in a run of its own.
+    * teacher: a drafter with a `history_window`, in a run of its own; the paper's has `ce_weight=1.0, tv_weight=0.0`.
     * warm-up, for `warmup_epochs`: KL divergence from the `teacher`, whose head is copied to the drafter and frozen.
     * transition, for `transition_epochs`: a cosine blend of the warm-up's loss into the stable one's.
     * stable: `ce_weight` and `tv_weight` alone. It is the only stage of a run without a teacher.
+
+    `training_record.json` beside the saved weights says what was done, for the model card: this run, after
+    `earlier_runs` such as the teacher's, over `training_data`; set these two attributes before training.
 
     One schedule spans the stages of a run; the head thaws where the warm-up ends.
 
@@ -62,6 +73,7 @@ class DLiteTrainer(Trainer):
     positions were independent, `stable_share` (0 in the warm-up, 1 in the stable stage), `tokens_per_second` of the
     target, and `remaining_hours`. An evaluation also generates: `eval_tau` is the acceptance length of
     `target.generate(assistant_model=drafter)`, greedy, on held-out prompts, and what the best checkpoint is chosen by.
+    (Of several evaluation sets each has its own; name the one that counts, `metric_for_best_model="<set>_tau"`.)
 
     Args:
         model: the drafter, or a PEFT model around one.
@@ -97,12 +109,35 @@ class DLiteTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ):
-        self.drafter = _drafter_in(model)
+        self.drafter = _checked_drafter(model, teacher)
         check_compatible(target, self.drafter.config)
         if (teacher is not None) != (args.warmup_epochs > 0):
             raise ValueError(
                 f"`teacher` is {'given' if teacher is not None else 'missing'}, but `warmup_epochs` is "
                 f"{args.warmup_epochs}; a warm-up learns from a teacher, so give both or neither."
+            )
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"One process sees {args.n_gpu} GPUs and would split each batch over them, which tears anchors from "
+                "their sequences; start one process a GPU with `accelerate launch`."
+            )
+        if args.warmup_epochs and not hasattr(train_dataset, "__len__"):
+            raise ValueError(
+                f"`warmup_epochs` is {args.warmup_epochs}, but a training set without a length has no epochs; give "
+                "one with a length."
+            )
+        if isinstance(eval_dataset, dict) and args.load_best_model_at_end:
+            metric = str(args.metric_for_best_model).removeprefix("eval_")
+            if not any(metric.startswith(f"{name}_") for name in eval_dataset):
+                raise ValueError(
+                    f"`metric_for_best_model` is {metric!r}, but each of the evaluation sets {list(eval_dataset)} has "
+                    f"its own; choose one, such as '{next(iter(eval_dataset))}_tau'."
+                )
+        narrow = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} - {torch.float32}
+        if narrow:
+            logger.warning_once(
+                f"The drafter's weights are {sorted(map(str, narrow))}: small updates get lost in them; load it with "
+                "`dtype=torch.float32` and train with `bf16=True`."
             )
         if getattr(target, "hf_device_map", None) is None:
             target.to(args.device)
@@ -110,13 +145,15 @@ class DLiteTrainer(Trainer):
         self.teacher = None
         if teacher is not None:
             _check_teacher(teacher, self.drafter)
+            check_compatible(target, teacher.config)
             self.teacher = teacher.to(args.device).eval().requires_grad_(False)
             self.drafter.sequential_head.load_state_dict(teacher.sequential_head.state_dict())
         if isinstance(eval_dataset, dict):
             eval_dataset = {name: self._samples(each, processing_class, args) for name, each in eval_dataset.items()}
         else:
             eval_dataset = self._samples(eval_dataset, processing_class, args)
-        self.progress = TrainingProgress()
+        self.training_data: list[DataRecord] = []
+        self.earlier_runs: list[TrainingRun] = []
         super().__init__(
             model=model,
             args=args,
@@ -124,7 +161,7 @@ class DLiteTrainer(Trainer):
             train_dataset=self._samples(train_dataset, processing_class, args),
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[self.progress, *(callbacks or [])],
+            callbacks=[TrainingProgress(), *(callbacks or [])],
             optimizers=optimizers,
         )
         if self.teacher is not None and self.is_deepspeed_enabled:
@@ -139,6 +176,12 @@ class DLiteTrainer(Trainer):
         num_draft_tokens = self.drafter.config.num_draft_tokens
         # Rows, correct ones and acceptance [3, K] since the last log, apart for evaluation and training.
         self._statistics = torch.zeros(2, 3, num_draft_tokens, device=args.device)
+        self._trained_share = self.stable_share
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """What was trained so far; a resumption may have put another callback in the first one's place."""
+        return next(each for each in self.callback_handler.callbacks if isinstance(each, TrainingProgress))
 
     def _samples(self, dataset: Any, tokenizer: PreTrainedTokenizerBase | None, args: DLiteTrainingArguments) -> Any:
         """Conversations tokenised; samples as they are."""
@@ -146,10 +189,17 @@ class DLiteTrainer(Trainer):
             return dataset
         if tokenizer is None:
             raise ValueError("Conversations need the target's tokenizer; pass it as `processing_class`.")
-        eos_token_id = self.target.generation_config.eos_token_id
-        eos_token_ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
+        end_ids = end_of_turn_ids(self.target.generation_config)
         with args.main_process_first(desc="tokenising the conversations"):
-            return tokenize_conversations(dataset, tokenizer, eos_token_ids, args.max_length)
+            return tokenize_conversations(dataset, tokenizer, end_ids, args.max_length)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        if not isinstance(eval_dataset, str):
+            eval_dataset = self._samples(eval_dataset, self.processing_class, self.args)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        return super().get_test_dataloader(self._samples(test_dataset, self.processing_class, self.args))
 
     def _sample_blocks(self, batch: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
         return sample_blocks(
@@ -189,24 +239,29 @@ class DLiteTrainer(Trainer):
     @property
     def stable_share(self) -> float:
         """How much of the loss is the stable stage's: 0 in the warm-up, 1 in the stable stage, a cosine between."""
-        passed = (self.state.epoch or 0.0) - self.args.warmup_epochs
-        if passed < 0 or passed >= self.args.transition_epochs:
-            return float(passed >= 0)
-        return (1 - math.cos(math.pi * passed / self.args.transition_epochs)) / 2
+        if self.stage == "transition":
+            return (1 - math.cos(math.pi * self._epochs_since_warmup / self.args.transition_epochs)) / 2
+        return float(self.stage != "warmup")
 
     @property
     def stage(self) -> str:
-        """Where the run is: `"teacher"`, `"warmup"`, `"transition"` or `"stable"`."""
-        if self.drafter.config.history_window and not self.args.tv_weight:
+        """Where the run is: `"warmup"`, `"transition"` or `"stable"`, or `"teacher"` for any drafter with history."""
+        if self.drafter.config.history_window and self.teacher is None:
             return "teacher"
-        passed = (self.state.epoch or 0.0) - self.args.warmup_epochs
+        passed = self._epochs_since_warmup
         if passed < 0:
             return "warmup"
         return "stable" if passed >= self.args.transition_epochs else "transition"
 
+    @property
+    def _epochs_since_warmup(self) -> float:
+        # Epochs are sums of fractions: 1 + 9 / 25 is a little below 1.36.
+        return round((self.state.epoch or 0.0) - self.args.warmup_epochs, 9)
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
+        self._trained_share = self.stable_share
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.stage == "warmup":
             # Without gradients the optimizer leaves the head as it is; the parameters stay known to it and to DDP.
@@ -317,6 +372,75 @@ class DLiteTrainer(Trainer):
             "history": history,
         }
 
+    def training_record(self) -> TrainingRecord:
+        """What led to the drafter: `earlier_runs`, and this trainer's own run so far over `training_data`."""
+        args, config = self.args, self.drafter.config
+        run = TrainingRun(
+            stages=[
+                StageRecord(stage, int(counts["steps"]), int(counts["anchors"]), float(counts["seconds"]))
+                for stage, counts in self.progress.counts().items()
+            ],
+            target=TargetRecord(
+                config.target_name_or_path or self.target.config.name_or_path,
+                config.target_revision,
+                str(self.target.dtype).removeprefix("torch."),
+                config.target_quantization,
+            ),
+            learning_rate=args.learning_rate,
+            lr_scheduler_type=SchedulerType(args.lr_scheduler_type).value,
+            per_device_train_batch_size=args.per_device_train_batch_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            num_processes=args.world_size,
+            seed=args.seed,
+            ce_weight=args.ce_weight,
+            tv_weight=args.tv_weight,
+            ce_labels=args.ce_labels,
+            loss_decay=args.loss_decay,
+            max_length=args.max_length,
+            history_window=config.history_window,
+            # What is saved once the run has ended is its best checkpoint, where that was asked for.
+            best_step=self.state.best_global_step if args.load_best_model_at_end else None,
+            data=self.training_data,
+            hardware=hardware(args.device, args.world_size),
+        )
+        return TrainingRecord([*self.earlier_runs, run])
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        self.training_record().save(output_dir or self.args.output_dir)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        dataset_tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+    ) -> None:
+        """Writes the card of the drafter in `output_dir`, from its record.
+
+        Args:
+            language: code of the language, such as `"en"`.
+            license: the drafter's licence as the Hub spells it.
+            dataset_tags: ids on the Hub of the data sets that it was trained on.
+            model_name: the drafter's id on the Hub.
+            finetuned_from: the target's id on the Hub, where the drafter's config names a folder.
+        """
+        if not self.is_world_process_zero():
+            return
+        if self.drafter is not self.model:  # an adapter's folder is none of a drafter
+            super().create_model_card(language, license, None, model_name, finetuned_from)
+            return
+        card = create_model_card(
+            self.args.output_dir,
+            repo_id=model_name or self.hub_model_id,
+            base_model=finetuned_from,
+            license=license,
+            language=language,
+            datasets=[dataset_tags] if isinstance(dataset_tags, str) else dataset_tags or (),
+        )
+        card.save(Path(self.args.output_dir, "README.md"))
+
     def prediction_step(
         self,
         model: nn.Module,
@@ -331,6 +455,7 @@ class DLiteTrainer(Trainer):
             return self.compute_loss(model, inputs), None, None
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        self._statistics[0].zero_()  # of a prediction, which logs nothing
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics[f"{prefix}_tau"] = live_tau(
@@ -340,9 +465,9 @@ class DLiteTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("loss")), None)
-        statistics = self._statistics[int(self.model.training)]
+        statistics = self._statistics[int(prefix == "")]
         num_rows, num_correct, acceptance = self.accelerator.reduce(statistics)
-        if prefix is not None and num_rows.any():
+        if prefix not in (None, "train_") and num_rows.any():  # the summary of a run has the loss of all its steps
             acceptance, accuracy = acceptance / num_rows.clamp_min(1), num_correct / num_rows.clamp_min(1)
             logs[f"{prefix}accuracy"] = (num_correct.sum() / num_rows.sum()).item()
             logs |= {f"{prefix}accuracy_{k}": value for k, value in enumerate(accuracy.tolist(), start=1)}
@@ -350,18 +475,23 @@ class DLiteTrainer(Trainer):
             logs[f"{prefix}expected_tau"] = 1 + acceptance.cumprod(dim=0).sum().item()
             statistics.zero_()
         if "loss" in logs:
-            logs["stable_share"] = self.stable_share
+            logs["stable_share"] = self._trained_share
             logs |= self.progress.speed(self.state)
         super().log(logs, start_time)
 
 
-def _drafter_in(model: Any) -> DLiteForDrafting:
+def _checked_drafter(model: Any, teacher: Any) -> DLiteForDrafting:
     """The drafter itself, out of the PEFT model that may be around it."""
-    drafter = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(drafter, DLiteForDrafting):
+    drafter = drafter_in(model)
+    if drafter is None:
         raise TypeError(
-            f"`model` is a {type(drafter).__name__}, but must be a drafter; make one with "
+            f"`model` is a {type(model).__name__}, but must be a drafter; make one with "
             "`DLiteForDrafting.from_target(target)`."
+        )
+    if drafter is not model and teacher is not None:
+        raise ValueError(
+            "`model` is a PEFT model and `teacher` is given, but a teacher's head replaces the drafter's; train an "
+            "adapter without `teacher`."
         )
     if hasattr(drafter.sequential_head.output_proj, "lora_A"):
         raise TypeError(
@@ -385,6 +515,12 @@ def _check_teacher(teacher: Any, drafter: DLiteForDrafting) -> None:
                 f"The teacher's `{name}` is {of_teacher}, but the drafter's {of_drafter}; make both with the same, "
                 "since the teacher's head is copied."
             )
+    own, taught = drafter.sequential_head.draft_vocab_ids, teacher.sequential_head.draft_vocab_ids
+    if own is not None and taught is not None and not torch.equal(own.cpu(), taught.cpu()):
+        raise ValueError(
+            f"Of the {len(own)} tokens that the drafter can propose, the teacher has "
+            f"{int(torch.isin(own.cpu(), taught.cpu()).sum())}; make both with the same `draft_vocab_ids`."
+        )
 
 
 def _whole(weight: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,10 @@ import time
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
+
+from .training_args import DLiteTrainingArguments
 
 
 class TrainingProgress(TrainerCallback, ExportableState):
@@ -42,6 +44,11 @@ class TrainingProgress(TrainerCallback, ExportableState):
         self._last_time = now
         self._pending = []
 
+    def counts(self) -> dict[str, dict[str, float]]:
+        """`stages`, up to now."""
+        self._settle()
+        return self.stages
+
     def speed(self, state: TrainerState) -> dict[str, float]:
         """`tokens_per_second` since the last call, and `remaining_hours` at that speed."""
         self._settle()
@@ -55,9 +62,16 @@ class TrainingProgress(TrainerCallback, ExportableState):
         return {"tokens_per_second": (tokens - tokens_then) / seconds, "remaining_hours": remaining / 3600}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: DLiteTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if args.warmup_epochs + args.transition_epochs > state.num_train_epochs:
+            raise ValueError(
+                f"`warmup_epochs` {args.warmup_epochs} and `transition_epochs` {args.transition_epochs} are more than "
+                f"the {state.num_train_epochs} epochs of this run, so that it never gets to the stable stage; train "
+                "longer."
+            )
         saved = state.stateful_callbacks.get(type(self).__name__)
+        self.stages = {}
         if saved and state.global_step:
             self.stages = {stage: dict(counts) for stage, counts in saved["attributes"]["stages"].items()}
         self._pending = []
@@ -65,7 +79,7 @@ class TrainingProgress(TrainerCallback, ExportableState):
         self._logged = (self._last_time, sum(each["tokens"] for each in self.stages.values()), state.global_step)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: DLiteTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._settle()
 

@@ -22,6 +22,8 @@ import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
+from . import __version__
+
 
 FILE_NAME = "training_record.json"
 STAGES = ("teacher", "warmup", "transition", "stable")
@@ -29,10 +31,14 @@ NOT_STATED = "not stated"
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
+def is_local_path(name: str) -> bool:
+    """Whether `name` is a path, of this machine or of another one, and no id on the Hub."""
+    return bool(re.match(r"\.{0,2}[/\\]|~|file:|[A-Za-z]:[/\\]", name)) or os.path.exists(name)
+
+
 def without_folders(name: str) -> str:
     """The last part of a path, since folders name users and machines; any other text, a Hub id too, as it is."""
-    is_path = re.match(r"\.{0,2}[/\\]|~|file:|[A-Za-z]:[/\\]", name) or os.path.exists(name)
-    return PureWindowsPath(name).name if is_path else name
+    return PureWindowsPath(name).name if is_local_path(name) else name
 
 
 @strict
@@ -53,7 +59,7 @@ class StageRecord:
 @strict
 @dataclass
 class DataRecord:
-    """One file of conversations; `licenses` and `sources` count conversations."""
+    """One file of conversations, without those held out; `licenses` and `sources` count conversations."""
 
     file: str
     conversations: int
@@ -85,8 +91,6 @@ class TargetRecord:
 
 def versions() -> dict[str, str]:
     """The versions of Python, of dlite-hf and of what it trained with, as far as installed."""
-    from . import __version__
-
     found = {"python": platform.python_version(), "dlite_hf": __version__}
     for package in _PACKAGES:
         try:
@@ -121,7 +125,8 @@ def hardware(device: torch.device | str | None = None, num_devices: int = 1) -> 
 @strict
 @dataclass(kw_only=True)
 class TrainingRun:
-    """One call of `train()`. Batch sizes count sequences; `finished_at` is an ISO date; `seconds` are wall time."""
+    """One call of `train()`. Batch sizes count sequences; `finished_at` is an ISO date; `best_step` is the step whose
+    weights were kept, where that need not be the last."""
 
     stages: list[StageRecord]
     target: TargetRecord
@@ -137,6 +142,7 @@ class TrainingRun:
     loss_decay: float | int
     max_length: int | None = None
     history_window: int = 0
+    best_step: int | None = None
     data: list[DataRecord] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=versions)
     hardware: str = field(default_factory=hardware)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..model_card import MARKER, create_model_card
-from ..publishing import push_drafter
+from ..publishing import name_target, push_drafter
 
 
 @dataclass
@@ -13,12 +13,18 @@ class CardArguments:
     """What a card is made of, and where it goes."""
 
     drafter: str = field(metadata={"help": "Folder of the drafter, as `save_pretrained` writes it."})
-    evaluations: list[str] = field(default_factory=list, metadata={"help": "JSON reports of evaluations."})
+    evaluations: list[str] = field(
+        default_factory=list, metadata={"help": "JSON reports of `training/check_lossless.py`."}
+    )
     repo_id: str | None = field(
         default=None, metadata={"help": "The drafter's id on the Hub, owner/name; the folder's name by default."}
     )
     base_model: str | None = field(
-        default=None, metadata={"help": "The target's id on the Hub; what the drafter's config names by default."}
+        default=None,
+        metadata={
+            "help": "The target's id on the Hub; what the drafter's config names by default. A config that names a "
+            "local folder is corrected."
+        },
     )
     license: str | None = field(
         default=None, metadata={"help": "The drafter's licence as the Hub spells it, such as apache-2.0."}
@@ -33,7 +39,7 @@ class CardArguments:
 
 
 def main(args: CardArguments) -> None:
-    """Writes `README.md` into the drafter's folder.
+    """Writes `README.md` into the drafter's folder, and the target's id into its `config.json` where that has none.
 
     Raises:
         ValueError: if a README.md of another origin is there, or what the card or the upload needs is missing.
@@ -54,8 +60,12 @@ def main(args: CardArguments) -> None:
         language=args.language,
         datasets=args.datasets,
     )
+    if args.base_model is not None:
+        name_target(args.drafter, args.base_model)
     card.save(file)
     print(f"Wrote {file}.")
+    if not args.evaluations:
+        print("It says that neither tau nor speed was measured; `--evaluations report.json` adds what was.")
     if args.push and args.repo_id is not None:
         commit = push_drafter(args.drafter, args.repo_id, private=args.private or None)
         print(f"Uploaded to {commit.commit_url}.")

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
 
 from ..json_lines import read_json_lines
-from ..regeneration import regenerate
+from ..regeneration import NothingAnsweredError, regenerate
 from ..regeneration_backends import Backend, LocalBackend, OpenAIBackend
+from .template_kwargs import TEMPLATE_KWARGS_HELP, read_template_kwargs
 
 
 @dataclass
@@ -56,11 +57,13 @@ class RegenerateArguments:
     )
     max_new_tokens: int = field(default=1024, metadata={"help": "Where an answer is cut."})
     temperature: float = field(default=0.0, metadata={"help": "Temperature of the sampling; 0 is greedy."})
-    top_p: float | None = field(default=None, metadata={"help": "Nucleus sampling; the target's own by default."})
-    top_k: int | None = field(default=None, metadata={"help": "Top-k sampling; the target's own by default."})
-    enable_thinking: bool | None = field(
-        default=None, metadata={"help": "What the chat template is told about thinking; nothing by default."}
+    top_p: float | None = field(
+        default=None, metadata={"help": "Nucleus sampling; the target's own, or none, by default."}
     )
+    top_k: int | None = field(
+        default=None, metadata={"help": "Top-k sampling; the target's own, or none, by default."}
+    )
+    chat_template_kwargs: str | None = field(default=None, metadata={"help": TEMPLATE_KWARGS_HELP})
     batch_size: int | None = field(
         default=None, metadata={"help": "Conversations answered at once in this process; 32 by default."}
     )
@@ -78,6 +81,9 @@ class RegenerateArguments:
     )
 
     def __post_init__(self) -> None:
+        read_template_kwargs(self.chat_template_kwargs)
+        if not self.prompts:
+            raise ValueError("`prompts` is empty; name a JSON lines file of prompts.")
         local, remote = self.target is not None, self.model is not None and self.base_url is not None
         if local == remote or (local and (self.model is not None or self.base_url is not None)):
             raise ValueError(
@@ -92,19 +98,30 @@ class RegenerateArguments:
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise ValueError("`top_p` and `top_k` mean nothing at temperature 0; pass a `temperature`, or drop them.")
 
+    @property
+    def template_options(self) -> dict[str, Any] | None:
+        """`chat_template_kwargs`, read."""
+        return read_template_kwargs(self.chat_template_kwargs)
+
 
 def main(args: RegenerateArguments) -> None:
     """Answers the prompts and prints what became of them.
 
     Raises:
         ValueError: if the prompts cannot be read, or as [`~dlite_hf.regeneration.regenerate`] does.
+        NothingAnsweredError: as that function does.
     """
     conversations = [conversation for file in args.prompts for conversation in _read_conversations(file, args.turns)]
     if args.num_prompts is not None and args.num_prompts > len(conversations):
         raise ValueError(f"`num_prompts` is {args.num_prompts}, but there are {len(conversations)}; lower it.")
     random.Random(args.seed).shuffle(conversations)
     backend = _local_backend(args) if args.target is not None else _remote_backend(args)
-    print(regenerate(backend, conversations[: args.num_prompts], args.output, turns=args.turns))
+    try:
+        counts = regenerate(backend, conversations[: args.num_prompts], args.output, turns=args.turns)
+    except NothingAnsweredError as error:
+        print(error.counts)
+        raise
+    print(counts)
 
 
 def _read_conversations(file: str, turns: str) -> Iterator[dict[str, Any]]:
@@ -118,15 +135,16 @@ def _read_conversations(file: str, turns: str) -> Iterator[dict[str, Any]]:
 
 
 def _local_backend(args: RegenerateArguments) -> Backend:
-    set_seed(args.seed)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     dtype = args.dtype or "auto"
-    target = AutoModelForCausalLM.from_pretrained(args.target, revision=args.revision, dtype=dtype).to(device).eval()
-    options: dict[str, Any] = {"batch_size": args.batch_size, "max_prompt_tokens": args.max_prompt_tokens}
+    target = AutoModelForCausalLM.from_pretrained(args.target, revision=args.revision, dtype=dtype).to(device)
+    options: dict[str, Any] = {
+        "batch_size": args.batch_size,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        "chat_template_kwargs": args.template_options,
+    }
     if args.temperature > 0:
         options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-    if args.enable_thinking is not None:
-        options["chat_template_kwargs"] = {"enable_thinking": args.enable_thinking}
     if args.continuous_batching:
         options["continuous_batching_config"] = ContinuousBatchingConfig(drop_unsupported_processors=False)
     return LocalBackend(
@@ -134,6 +152,7 @@ def _local_backend(args: RegenerateArguments) -> Backend:
         AutoTokenizer.from_pretrained(args.target, revision=args.revision),
         max_new_tokens=args.max_new_tokens,
         do_sample=args.temperature > 0,
+        seed=args.seed,
         **{name: value for name, value in options.items() if value is not None},
     )
 
@@ -143,8 +162,8 @@ def _remote_backend(args: RegenerateArguments) -> Backend:
     body: dict[str, Any] = {}
     if args.top_k is not None:
         body["top_k"] = args.top_k
-    if args.enable_thinking is not None:
-        body["chat_template_kwargs"] = {"enable_thinking": args.enable_thinking}
+    if args.template_options is not None:
+        body["chat_template_kwargs"] = args.template_options
     return OpenAIBackend(
         str(args.model),
         base_url=str(args.base_url),

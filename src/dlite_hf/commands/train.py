@@ -6,25 +6,24 @@ A run may be killed at any time: the same command goes on from the newest checkp
 
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..conversations import end_of_turn_ids, tokenize_conversations
+from ..conversations import end_of_turn_ids
 from ..data import most_frequent_tokens
 from ..estimate import describe
 from ..modeling_dlite import DLiteForDrafting
 from ..trainer import DLiteTrainer
 from ..training_args import DLiteTrainingArguments
-from ..training_record import DataRecord, StageRecord, TargetRecord, TrainingRecord, TrainingRun
-from ..training_record import hardware as describe_hardware
+from ..training_record import TrainingRecord
 from .train_arguments import (
     EstimateArguments,
     TrainArguments,
     check_arguments,
     drafter_overrides,
+    stage_epochs,
     teacher_arguments,
 )
 from .train_cost import workload
@@ -48,7 +47,11 @@ def main(
         return
     student_folder = Path(training_args.output_dir, "drafter")
     if student_folder.exists():
-        _say(training_args, f"{student_folder} is finished; remove it to train on, or choose another `output_dir`.")
+        _say(
+            training_args,
+            f"{student_folder} is finished; to train anew, remove `output_dir` {training_args.output_dir}, or choose "
+            "another.",
+        )
         return
     tokenizer = AutoTokenizer.from_pretrained(train_args.target, revision=train_args.target_revision)
     target = AutoModelForCausalLM.from_pretrained(
@@ -56,10 +59,8 @@ def main(
     )
     end_ids = end_of_turn_ids(target.generation_config)
     with training_args.main_process_first(desc="reading the conversations"):
-        train, held_out, data = read_data(train_args, training_args)
-        options = (tokenizer, end_ids, training_args.max_length, train_args.template_options)
-        train = tokenize_conversations(train, *options)
-        held_out = None if held_out is None else tokenize_conversations(held_out, *options)
+        train, held_out, records = read_data(train_args, training_args, tokenizer, end_ids)
+    stage_epochs(training_args, len(train), training_args.world_size)  # before the teacher is trained in vain
 
     draft_vocab_ids = None
     if train_args.draft_vocab_size is not None:
@@ -91,9 +92,11 @@ def main(
             eval_dataset=held_out,
             processing_class=tokenizer,
         )
+        trainer.training_data = records
+        earlier = [each for each in (train_args.drafter, teacher) if each is not None and TrainingRecord.exists(each)]
+        trainer.earlier_runs = [past for each in earlier for past in TrainingRecord.load(each).runs]
         trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir))
-        earlier = [each for each in (train_args.drafter, teacher) if each is not None]
-        _save(trainer, train_args, data, earlier)
+        _save(trainer)
 
     teacher: str | Path | None = train_args.teacher
     if train_args.teacher_epochs:
@@ -125,9 +128,7 @@ def newest_checkpoint(folder: str | os.PathLike) -> str | None:
     return None
 
 
-def _save(
-    trainer: DLiteTrainer, train_args: TrainArguments, data: list[DataRecord], earlier: Sequence[str | Path]
-) -> None:
+def _save(trainer: DLiteTrainer) -> None:
     """The trained drafter in the target's dtype, with the record of its training; there whole or not at all."""
     folder = Path(trainer.args.output_dir, "drafter")
     whole, unfinished = folder.with_name("drafter.fp32"), folder.with_name("drafter.unfinished")
@@ -135,42 +136,11 @@ def _save(
     if trainer.is_world_process_zero():
         drafter = DLiteForDrafting.from_pretrained(whole, dtype=trainer.target.dtype)
         drafter.save_pretrained(unfinished)
-        runs = [run for each in earlier if TrainingRecord.exists(each) for run in TrainingRecord.load(each).runs]
-        TrainingRecord([*runs, _record(trainer, train_args, data)]).save(unfinished)
+        TrainingRecord.load(whole).save(unfinished)
         shutil.rmtree(whole)
         unfinished.rename(folder)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
-
-
-def _record(trainer: DLiteTrainer, train_args: TrainArguments, data: list[DataRecord]) -> TrainingRun:
-    args, config = trainer.args, trainer.drafter.config
-    return TrainingRun(
-        stages=[
-            StageRecord(stage, int(counts["steps"]), int(counts["anchors"]), counts["seconds"])
-            for stage, counts in trainer.progress.stages.items()
-        ],
-        target=TargetRecord(
-            train_args.target,
-            train_args.target_revision or config.target_revision,
-            str(trainer.target.dtype).removeprefix("torch."),
-            config.target_quantization,
-        ),
-        learning_rate=args.learning_rate,
-        lr_scheduler_type=args.lr_scheduler_type.value,
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        num_processes=args.world_size,
-        seed=args.seed,
-        ce_weight=args.ce_weight,
-        tv_weight=args.tv_weight,
-        ce_labels=args.ce_labels,
-        loss_decay=args.loss_decay,
-        max_length=args.max_length,
-        history_window=config.history_window,
-        data=data,
-        hardware=describe_hardware(args.device, args.world_size),
-    )
 
 
 def _say(args: DLiteTrainingArguments, message: str) -> None:

@@ -1,7 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """The arguments of `dlite-hf train`, what must hold between them, and what follows from them."""
 
-import json
+import math
 import os
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from ..configuration_dlite import evenly_spaced_layer_ids
 from ..estimate import PEAK_FLOPS
 from ..training_args import DLiteTrainingArguments
+from .template_kwargs import TEMPLATE_KWARGS_HELP, read_template_kwargs
 
 
 # What shapes a new drafter, and its teacher alike.
@@ -41,9 +42,7 @@ class TrainArguments:
     num_eval_conversations: int = field(
         default=0, metadata={"help": "Instead of `eval_files`: so many of the training conversations are held out."}
     )
-    chat_template_kwargs: str | None = field(
-        default=None, metadata={"help": "For the chat template, as when serving: '{\"enable_thinking\": false}'."}
-    )
+    chat_template_kwargs: str | None = field(default=None, metadata={"help": TEMPLATE_KWARGS_HELP})
     drafter: str | None = field(
         default=None, metadata={"help": "Folder or Hub id of a drafter to train on, instead of new weights."}
     )
@@ -79,14 +78,22 @@ class TrainArguments:
     teacher_epochs: float = field(
         default=0.0, metadata={"help": "Epochs of a teacher with history, trained first; 0 for no teacher."}
     )
+    teacher_max_steps: int = field(
+        default=-1, metadata={"help": "Ends the teacher's run after so many steps, as `max_steps` does the drafter's."}
+    )
     teacher_history_window: int = field(default=512, metadata={"help": "Tokens of history that the teacher reads."})
+    teacher_ce_weight: float = field(default=1.0, metadata={"help": "`ce_weight` of the teacher's run."})
+    teacher_tv_weight: float = field(default=0.0, metadata={"help": "`tv_weight` of the teacher's run."})
     teacher: str | None = field(
         default=None, metadata={"help": "Folder of a teacher trained before, instead of `teacher_epochs`."}
     )
 
     def __post_init__(self) -> None:
-        if self.template_options is not None and not isinstance(self.template_options, dict):
-            raise ValueError(f"`chat_template_kwargs` is {self.chat_template_kwargs}, but must be a JSON object.")
+        read_template_kwargs(self.chat_template_kwargs)
+        if not self.train_files:
+            raise ValueError(
+                "`train_files` is empty; name a file of conversations, as `dlite-hf regenerate` writes it."
+            )
         if self.eval_files and self.num_eval_conversations:
             raise ValueError(
                 f"`eval_files` is {self.eval_files} and `num_eval_conversations` {self.num_eval_conversations}; give "
@@ -102,6 +109,17 @@ class TrainArguments:
                 f"`teacher` is {self.teacher!r} and `teacher_epochs` {self.teacher_epochs}; give the one to take a "
                 "finished teacher, or the other to train one."
             )
+        weights = (self.teacher_ce_weight, self.teacher_tv_weight)
+        if min(weights) < 0 or sum(weights) == 0:
+            raise ValueError(
+                f"`teacher_ce_weight` is {self.teacher_ce_weight} and `teacher_tv_weight` {self.teacher_tv_weight}, "
+                "but none may be negative, and one must be positive."
+            )
+        if self.teacher_max_steps > 0 and not self.teacher_epochs:
+            raise ValueError(
+                f"`teacher_max_steps` is {self.teacher_max_steps}, but `teacher_epochs` 0 trains no teacher; raise "
+                "the epochs, or leave the steps out."
+            )
         if self.drafter is not None:
             given = [name for name in _NEW_DRAFTER if getattr(self, name) is not None]
             if given or self.teacher or self.teacher_epochs:
@@ -113,15 +131,7 @@ class TrainArguments:
     @property
     def template_options(self) -> dict[str, Any] | None:
         """`chat_template_kwargs`, read."""
-        if self.chat_template_kwargs is None:
-            return None
-        try:
-            return json.loads(self.chat_template_kwargs)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"`chat_template_kwargs` is {self.chat_template_kwargs!r}, which is not JSON ({error}); write it as "
-                "'{\"enable_thinking\": false}'."
-            ) from error
+        return read_template_kwargs(self.chat_template_kwargs)
 
 
 @dataclass
@@ -167,6 +177,11 @@ def check_arguments(train_args: TrainArguments, training_args: DLiteTrainingArgu
             f"`warmup_epochs` is {training_args.warmup_epochs}, `teacher_epochs` {train_args.teacher_epochs} and "
             f"`teacher` {train_args.teacher!r}; a warm-up learns from a teacher, so give both or neither."
         )
+    if training_args.max_steps > 0 and train_args.teacher_epochs and train_args.teacher_max_steps <= 0:
+        raise ValueError(
+            f"`max_steps` is {training_args.max_steps}, but would leave the teacher its `teacher_epochs` "
+            f"{train_args.teacher_epochs:g}; give `teacher_max_steps` as well."
+        )
     staged = training_args.warmup_epochs + training_args.transition_epochs
     if training_args.max_steps <= 0 and staged > training_args.num_train_epochs:
         raise ValueError(
@@ -178,6 +193,11 @@ def check_arguments(train_args: TrainArguments, training_args: DLiteTrainingArgu
             f"`resume_from_checkpoint` is {training_args.resume_from_checkpoint!r}, but the command goes on by itself "
             "from the newest checkpoint in `output_dir`; leave it out, and remove newer checkpoints if there are any."
         )
+    if training_args.push_to_hub:
+        raise ValueError(
+            "`push_to_hub` would upload checkpoints without a card; leave it out, and publish the finished drafter "
+            "with `dlite-hf card --push`."
+        )
     evaluates = training_args.eval_strategy != "no"
     if evaluates != bool(train_args.eval_files or train_args.num_eval_conversations):
         raise ValueError(
@@ -188,17 +208,48 @@ def check_arguments(train_args: TrainArguments, training_args: DLiteTrainingArgu
 
 
 def teacher_arguments(train_args: TrainArguments, training_args: DLiteTrainingArguments) -> DLiteTrainingArguments:
-    """The teacher's own run: cross entropy alone, in a folder inside the student's."""
+    """The teacher's own run, in a folder inside the student's."""
     changes: dict[str, Any] = {
         "output_dir": os.path.join(training_args.output_dir, "teacher"),
         "num_train_epochs": train_args.teacher_epochs,
-        "max_steps": -1,
+        "max_steps": train_args.teacher_max_steps,
         "warmup_epochs": 0.0,
         "transition_epochs": 0.0,
-        "ce_weight": 1.0,
-        "tv_weight": 0.0,
+        "ce_weight": train_args.teacher_ce_weight,
+        "tv_weight": train_args.teacher_tv_weight,
     }
     return replace(training_args, **changes)
+
+
+def stage_epochs(training_args: DLiteTrainingArguments, num_conversations: int, num_devices: int) -> dict[str, float]:
+    """Epochs of each stage of the drafter's own run, in their order.
+
+    Args:
+        training_args: of the drafter's run.
+        num_conversations: what an epoch has.
+        num_devices: how many share a step.
+
+    Raises:
+        ValueError: if `max_steps` ends the run inside the warm-up or the transition.
+    """
+    staged = {"warmup": training_args.warmup_epochs, "transition": training_args.transition_epochs}
+    epochs = training_args.num_train_epochs
+    if training_args.max_steps > 0:
+        epochs = training_args.max_steps / steps_per_epoch(training_args, num_conversations, num_devices)
+    stable = round(epochs - sum(staged.values()), 9)  # 34 / 25 epochs are not quite 1 + 0.36
+    if stable < 0:
+        raise ValueError(
+            f"`max_steps` {training_args.max_steps} are {epochs:.3g} epochs, but `warmup_epochs` and "
+            f"`transition_epochs` are {sum(staged.values()):g}, so that the drafter would never learn from the target "
+            "itself; raise the first, or lower the others."
+        )
+    return {**staged, "stable": stable}
+
+
+def steps_per_epoch(training_args: DLiteTrainingArguments, num_conversations: int, num_devices: int) -> int:
+    """Optimizer steps of an epoch."""
+    per_step = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * num_devices
+    return math.ceil(num_conversations / per_step)
 
 
 def drafter_overrides(train_args: TrainArguments, target_config: PreTrainedConfig) -> dict[str, Any]:

@@ -7,15 +7,33 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
+from transformers.utils import logging
 
 from ..configuration_dlite import DLiteConfig
-from ..conversations import tokenize_conversations
+from ..conversations import end_of_turn_ids, tokenize_conversations
 from ..estimate import TargetSize, Workload
 from ..training_args import DLiteTrainingArguments
-from .train_arguments import EstimateArguments, TrainArguments, drafter_overrides, teacher_arguments
+from .train_arguments import (
+    EstimateArguments,
+    TrainArguments,
+    drafter_overrides,
+    stage_epochs,
+    steps_per_epoch,
+    teacher_arguments,
+)
 from .train_data import read_conversations
 
+
+logger = logging.get_logger(__name__)
 
 # The recipes' targets, known without a network. Of a configuration only sizes are read here.
 _QWEN3 = {
@@ -66,7 +84,7 @@ def workload(
         drafter = DLiteConfig.from_pretrained(train_args.drafter)
     else:
         overrides = {**drafter_overrides(train_args, config), "draft_vocab_size": train_args.draft_vocab_size}
-        overrides["mask_token_id"] = train_args.mask_token_id or 0  # any row costs the same
+        overrides |= {"mask_token_id": train_args.mask_token_id or 0}  # any row costs the same
         drafter = DLiteConfig.from_target(config, history_window=train_args.history_window, **overrides)
     teacher = None
     if train_args.teacher is not None:
@@ -75,31 +93,19 @@ def workload(
         teacher = DLiteConfig.from_target(config, history_window=train_args.teacher_history_window, **overrides)
 
     num_conversations, mean_tokens, mean_answer_tokens = _measure(train_args, training_args, estimate_args)
-    per_step = (
-        training_args.per_device_train_batch_size
-        * training_args.gradient_accumulation_steps
-        * estimate_args.assumed_num_devices
-    )
-    steps_per_epoch = math.ceil(num_conversations / per_step)
-    student_epochs = training_args.num_train_epochs
-    if training_args.max_steps > 0:
-        student_epochs = training_args.max_steps / steps_per_epoch
-    stable_epochs = student_epochs - training_args.warmup_epochs - training_args.transition_epochs
-    checkpoints = _num_checkpoints(training_args, math.ceil(student_epochs * steps_per_epoch), student_epochs)
+    num_devices = estimate_args.assumed_num_devices
+    epochs = stage_epochs(training_args, num_conversations, num_devices)
+    checkpoints = _num_checkpoints(training_args, sum(epochs.values()), num_conversations, num_devices)
     if train_args.teacher_epochs:
         of_teacher = teacher_arguments(train_args, training_args)
-        teacher_steps = math.ceil(of_teacher.num_train_epochs * steps_per_epoch)
-        checkpoints += _num_checkpoints(of_teacher, teacher_steps, of_teacher.num_train_epochs)
+        teacher_epochs = sum(stage_epochs(of_teacher, num_conversations, num_devices).values())
+        checkpoints += _num_checkpoints(of_teacher, teacher_epochs, num_conversations, num_devices)
+        epochs = {"teacher": teacher_epochs, **epochs}
     return Workload(
         target=TargetSize.of(config),
         drafter=drafter,
         teacher=teacher,
-        epochs={
-            "teacher": train_args.teacher_epochs,
-            "warmup": training_args.warmup_epochs,
-            "transition": training_args.transition_epochs,
-            "stable": stable_epochs,
-        },
+        epochs=epochs,
         num_conversations=num_conversations,
         mean_tokens=mean_tokens,
         mean_answer_tokens=mean_answer_tokens,
@@ -107,7 +113,8 @@ def workload(
         max_anchors=training_args.max_anchors,
         batch_size=training_args.per_device_train_batch_size,
         batches_per_step=training_args.gradient_accumulation_steps,
-        num_devices=estimate_args.assumed_num_devices,
+        num_devices=num_devices,
+        attn_implementation=train_args.attn_implementation or "sdpa",
         target_bytes=getattr(torch, train_args.target_dtype).itemsize,
         activation_bytes=2 if training_args.bf16 or training_args.fp16 else 4,
         checkpoints_kept=checkpoints,
@@ -131,31 +138,49 @@ def target_config(name_or_path: str, revision: str | None = None) -> PreTrainedC
 def _measure(
     train_args: TrainArguments, training_args: DLiteTrainingArguments, estimate_args: EstimateArguments
 ) -> tuple[int, float, float]:
-    """Number of conversations, mean tokens and mean supervised tokens: as given, else as in the files."""
-    number, mean_tokens = estimate_args.num_conversations, estimate_args.mean_tokens
-    mean_answer_tokens, longest = estimate_args.mean_answer_tokens, training_args.max_length
-    if number is not None and mean_tokens is not None and mean_answer_tokens is not None:
-        return number, min(mean_tokens, longest), min(mean_answer_tokens, longest)
+    """Number of conversations, mean tokens and mean supervised tokens: as in the files, or as given until they are
+    there."""
+    guesses = (estimate_args.num_conversations, estimate_args.mean_tokens, estimate_args.mean_answer_tokens)
+    longest = training_args.max_length
     missing = [file for file in train_args.train_files if not os.path.exists(file)]
     if missing:
-        raise ValueError(
-            f"{', '.join(missing)} cannot be counted, since it does not exist; say `num_conversations`, `mean_tokens` "
-            "and `mean_answer_tokens`."
+        number, mean_tokens, mean_answer_tokens = guesses
+        if number is None or mean_tokens is None or mean_answer_tokens is None:
+            raise ValueError(
+                f"{', '.join(missing)} cannot be counted, since it does not exist; say `num_conversations`, "
+                "`mean_tokens` and `mean_answer_tokens`."
+            )
+        return number, min(mean_tokens, longest), min(mean_answer_tokens, longest)
+    if any(guess is not None for guess in guesses):
+        logger.warning(
+            "`num_conversations`, `mean_tokens` and `mean_answer_tokens` are not used: `train_files` exist, and are "
+            "counted."
         )
     parts = [read_conversations(file) for file in train_args.train_files]
     tokenizer = AutoTokenizer.from_pretrained(train_args.target, revision=train_args.target_revision)
     first = list(islice(chain.from_iterable(parts), _NUM_MEASURED))
-    samples = tokenize_conversations(first, tokenizer, [tokenizer.eos_token_id], longest, train_args.template_options)
+    end_ids = _end_of_turn_ids(train_args, tokenizer)
+    samples = tokenize_conversations(first, tokenizer, end_ids, longest, train_args.template_options)
     return (
-        number or sum(map(len, parts)) - train_args.num_eval_conversations,
-        mean_tokens or sum(map(len, samples["input_ids"])) / len(first),
-        mean_answer_tokens or sum(map(sum, samples["supervised"])) / len(first),
+        sum(map(len, parts)) - train_args.num_eval_conversations,
+        sum(map(len, samples["input_ids"])) / len(first),
+        sum(map(sum, samples["supervised"])) / len(first),
     )
 
 
-def _num_checkpoints(args: DLiteTrainingArguments, steps: int, epochs: float) -> int:
+def _end_of_turn_ids(train_args: TrainArguments, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    try:
+        config = GenerationConfig.from_pretrained(train_args.target, revision=train_args.target_revision)
+    except OSError:  # a target without one
+        return [tokenizer.eos_token_id]
+    return end_of_turn_ids(config) or [tokenizer.eos_token_id]
+
+
+def _num_checkpoints(args: DLiteTrainingArguments, epochs: float, num_conversations: int, num_devices: int) -> int:
     """Checkpoints on disk at the end of a run."""
     if args.save_strategy == "no":
         return 0
-    saves = math.ceil(epochs) if args.save_strategy == "epoch" else math.ceil(steps / args.save_steps)
+    saves = math.ceil(epochs)
+    if args.save_strategy != "epoch":
+        saves = math.ceil(epochs * steps_per_epoch(args, num_conversations, num_devices) / args.save_steps)
     return min(saves, args.save_total_limit or saves)

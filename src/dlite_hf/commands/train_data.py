@@ -1,14 +1,17 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""The conversations of `dlite-hf train`: read from their files, and some of them held out."""
+"""The conversations of `dlite-hf train`: read from their files, some of them held out, and tokenised."""
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from datasets import Dataset, Features, Json, List, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..conversations import tokenize_conversations
 from ..json_lines import read_json_lines
 from ..training_args import DLiteTrainingArguments
 from ..training_record import DataRecord, describe_data
@@ -34,33 +37,78 @@ _CONVERSATION = Features(
 _FEW_EVAL_CONVERSATIONS = 32
 
 
+class TrainData(NamedTuple):
+    """
+    Args:
+        train: samples to train on.
+        held_out: samples to evaluate on, if there are any.
+        records: what was trained on, file by file, without what is held out of it.
+    """
+
+    train: Dataset
+    held_out: Dataset | None
+    records: list[DataRecord]
+
+
 def read_data(
-    train_args: TrainArguments, training_args: DLiteTrainingArguments
-) -> tuple[Dataset, Dataset | None, list[DataRecord]]:
-    """Conversations to train on, those held out, and what the former are."""
-    parts = [read_conversations(file) for file in train_args.train_files]
-    data = [
-        describe_data(file, part.select_columns(["license", "source"]))
-        for file, part in zip(train_args.train_files, parts, strict=True)
-    ]
-    train, held_out = concatenate_datasets(parts), None
+    train_args: TrainArguments,
+    training_args: DLiteTrainingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: list[int],
+) -> TrainData:
+    """Samples (see [`~dlite_hf.conversations.tokenize_conversations`]) of the files that the arguments name.
+
+    Raises:
+        OSError: if a file does not exist.
+        ValueError: if a line is no conversation, if there are too few to hold so many out, or as tokenising does.
+    """
+
+    def tokenize(conversations: Dataset) -> Dataset:
+        options = (tokenizer, eos_token_ids, training_args.max_length, train_args.template_options)
+        return tokenize_conversations(conversations, *options)
+
+    parts = [(file, read_conversations(file)) for file in train_args.train_files]
+    held_out = None
     if train_args.eval_files:
         held_out = concatenate_datasets([read_conversations(file) for file in train_args.eval_files])
     elif train_args.num_eval_conversations:
-        number = train_args.num_eval_conversations
-        if not 0 < number < len(train):
-            raise ValueError(
-                f"`num_eval_conversations` is {number}, but there are {len(train)} conversations, of which some must "
-                "be left to train on."
-            )
-        parts = train.train_test_split(test_size=number, seed=training_args.seed)
-        train, held_out = parts["train"], parts["test"]
+        parts, held_out = _hold_out(parts, train_args.num_eval_conversations, training_args.seed)
     if held_out is not None and len(held_out) < _FEW_EVAL_CONVERSATIONS and training_args.process_index == 0:
         logger.warning(
             f"Only {len(held_out)} conversations are held out: two checkpoints may differ in tau by chance; "
             f"{_FEW_EVAL_CONVERSATIONS} or more tell them apart better."
         )
-    return train, held_out, data
+    samples, records = [], []
+    for file, part in parts:
+        samples.append(tokenize(part))
+        fields = part.select_columns(["license", "source"])
+        records.append(describe_data(file, fields, supervised_tokens=_num_supervised(samples[-1])))
+    return TrainData(concatenate_datasets(samples), None if held_out is None else tokenize(held_out), records)
+
+
+def _hold_out(parts: list[tuple[str, Dataset]], number: int, seed: int) -> tuple[list[tuple[str, Dataset]], Dataset]:
+    """The parts without `number` conversations drawn from all of them, as far as anything is left, and those."""
+    total = sum(len(part) for _, part in parts)
+    if not 0 < number < total:
+        raise ValueError(
+            f"`num_eval_conversations` is {number}, but there are {total} conversations, of which some must be left "
+            "to train on."
+        )
+    is_held_out = np.zeros(total, dtype=np.bool_)
+    is_held_out[np.random.default_rng(seed).choice(total, number, replace=False)] = True
+    train, held_out, start = [], [], 0
+    for file, part in parts:
+        here = is_held_out[start : start + len(part)]
+        start += len(part)
+        held_out.append(part.select(np.flatnonzero(here)))
+        if not here.all():
+            train.append((file, part.select(np.flatnonzero(~here))))
+    return train, concatenate_datasets(held_out)
+
+
+def _num_supervised(samples: Dataset) -> int:
+    tables = samples.with_format("arrow").iter(batch_size=1000)
+    return sum(chunk.flatten().true_count for table in tables for chunk in table["supervised"].chunks)
 
 
 def read_conversations(file: str | os.PathLike) -> Dataset:

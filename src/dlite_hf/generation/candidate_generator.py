@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from types import BuiltinMethodType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -114,9 +114,9 @@ class DLiteCandidateGenerator(CandidateGenerator):
 
     def _extended_history(self, hidden_states: Sequence[torch.Tensor | None], verified: slice) -> DLiteHistory:
         """The history of a drafter with a window, which ends with the rows `verified` since the last round."""
-        features = gather_features(hidden_states, self.drafter.config.history_layer_ids, verified)
-        assert features is not None
-        features = features.to(self.drafter.device, self.drafter.dtype)
+        # The layers are among those captured, whose features were there.
+        rows = cast(torch.Tensor, gather_features(hidden_states, self.drafter.config.history_layer_ids, verified))
+        features = rows.to(self.drafter.device, self.drafter.dtype)
         if self._history_features is not None:
             features = torch.cat([self._history_features, features], dim=1)
         self._history_features = features[:, -self.drafter.config.history_window :].clone()

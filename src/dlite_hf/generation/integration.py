@@ -13,7 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput, logging
 
-from ..modeling_dlite import DLiteForDrafting
+from ..modeling_dlite import DLiteForDrafting, drafter_in
 from ..target import capture_hidden_states, check_compatible, text_decoder
 from .candidate_generator import DLiteCandidateGenerator
 from .decoding import speculative_decoding
@@ -219,7 +219,9 @@ def _decode_with_drafter(
         raise ValueError(
             f"{type(model).__name__} keeps no cache that can drop rejected tokens; drop `assistant_model`."
         )
-    num_rows = max(drafter.config.history_window, 1)
+    num_rows, attention_mask = max(drafter.config.history_window, 1), model_kwargs.get("attention_mask")
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        num_rows = min(num_rows, max(int(attention_mask.sum()), 1))  # no history of padding on the left
     steps = TargetSteps(model, generation_config, model_kwargs, drafter.config.captured_layer_ids, num_rows)
     candidate_generator = DLiteCandidateGenerator(
         drafter, model, generation_config, logits_processor, _num_draft_tokens(drafter, generation_config)
@@ -227,13 +229,6 @@ def _decode_with_drafter(
     return speculative_decoding(
         steps, candidate_generator, input_ids, logits_processor, stopping_criteria, generation_config, streamer
     )
-
-
-def _drafter_in(assistant_model: Any) -> DLiteForDrafting | None:
-    """The DLite drafter that a call was given, perhaps inside a PEFT model, whose adapters are part of it."""
-    if hasattr(assistant_model, "get_base_model"):
-        assistant_model = assistant_model.get_base_model()
-    return assistant_model if isinstance(assistant_model, DLiteForDrafting) else None
 
 
 def install() -> None:
@@ -255,14 +250,14 @@ def install() -> None:
     def _validate_generation_mode(
         self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
     ) -> None:
-        drafter = _drafter_in(generation_mode_kwargs.get("assistant_model"))
+        drafter = drafter_in(generation_mode_kwargs.get("assistant_model"))
         if drafter is not None:
             _check_call(self, drafter, generation_mode, generation_config, generation_mode_kwargs)
         return validate(self, generation_mode, generation_config, generation_mode_kwargs)
 
     @functools.wraps(decode)
     def _assisted_decoding(self: Any, input_ids: Any, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-        drafter = _drafter_in(assistant_model)
+        drafter = drafter_in(assistant_model)
         if drafter is None:
             return decode(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
         return _decode_with_drafter(self, drafter, input_ids, *args, **kwargs)
