@@ -117,7 +117,7 @@ def test_states_the_training(folder):
 @pytest.mark.parametrize("best_step", [None, 1500])
 def test_states_whose_weights_they_are(folder, best_step):
     TrainingRecord([make_run(best_step=best_step)]).save(folder)  # 500 steps of the warm-up, and 2000
-    sentence = "The weights are those of step 1,500 of 2,500, the best by eval_tau."
+    sentence = "The weights are those of step 1,500 of 2,500, the best of its evaluations."
     assert (sentence in create_model_card(folder).text) is (best_step is not None)
 
 

@@ -183,7 +183,7 @@ def _stages(run: TrainingRun) -> str:
     if run.best_step is None:
         return table
     steps = sum(each.steps for each in run.stages)
-    return f"{table}\n\nThe weights are those of step {run.best_step:,} of {steps:,}, the best by eval_tau."
+    return f"{table}\n\nThe weights are those of step {run.best_step:,} of {steps:,}, the best of its evaluations."
 
 
 def _run_settings(run: TrainingRun) -> str:
