@@ -80,7 +80,7 @@ def hidden_states_of(drafter, batch):
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("context_fusion", ["sequence", "feature"])
 def test_matches_the_formula(implementation, group_size, context_fusion, monkeypatch):
-    monkeypatch.setattr(history_module, "_ANCHORS_PER_DENSE_ROW", 3)  # several rows a sequence, the last not full
+    monkeypatch.setattr(history_module, "ANCHORS_PER_DENSE_ROW", 3)  # several rows a sequence, the last not full
     drafter, batch = make_drafter(group_size, implementation, context_fusion=context_fusion), make_batch(group_size)
     weights = {name: value.double().numpy() for name, value in drafter.state_dict().items()}
     arrays = {name: value.numpy() for name, value in batch.items() if name != "history"}

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .configuration_dlite import DLiteConfig
-from .history import _ANCHORS_PER_DENSE_ROW
+from .history import ANCHORS_PER_DENSE_ROW
 from .modeling_dlite import DLiteForDrafting
 from .target import text_decoder
 
@@ -107,7 +107,7 @@ class DrafterFlops(NamedTuple):
             num_seen = min(config.history_window - 1, num_tokens)
             if attn_implementation != "flex_attention":
                 # All of the sequence, and the blocks that share the row.
-                num_seen = num_tokens + (min(num_anchors, _ANCHORS_PER_DENSE_ROW) - 1) * num_keys
+                num_seen = num_tokens + (min(num_anchors, ANCHORS_PER_DENSE_ROW) - 1) * num_keys
             history = slots + num_anchors * num_layers * 2 * num_queries * max(num_seen, 0) * query_size
         return cls(2 * num_anchors * (num_layers * layer + head + fuse), 2 * history, 2 * num_anchors * vocabulary)
 
@@ -297,7 +297,7 @@ def history_numbers(config: DLiteConfig, num_anchors: int, num_tokens: int, attn
     key_value_size = 2 * config.num_key_value_heads * config.head_dim
     num_rows, per_layer = 1, 2.5 * key_value_size
     if attn_implementation != "flex_attention":
-        group = min(num_anchors, _ANCHORS_PER_DENSE_ROW)
+        group = min(num_anchors, ANCHORS_PER_DENSE_ROW)
         num_rows = math.ceil(num_anchors / group)
         num_queries = group * (config.anchor_group_size + config.num_draft_tokens)
         scores = 3 * config.num_attention_heads if attn_implementation == "eager" else 1

@@ -10,7 +10,7 @@ from .configuration_dlite import DLiteConfig
 
 
 # Anchors that share a row under a dense mask, most of which is empty: their blocks do not see one another.
-_ANCHORS_PER_DENSE_ROW = 16
+ANCHORS_PER_DENSE_ROW = 16
 
 
 class DLiteHistory(NamedTuple):
@@ -69,7 +69,7 @@ class HistoryLayout:
         counts = sequence_ids.bincount(minlength=num_sequences)
         group = int(counts.max())
         if implementation != "flex_attention":  # which skips what is masked
-            group = min(group, _ANCHORS_PER_DENSE_ROW)
+            group = min(group, ANCHORS_PER_DENSE_ROW)
         rows_per_sequence = (counts + group - 1) // group
         order = sequence_ids.argsort(stable=True)
         owner = sequence_ids[order]

@@ -151,7 +151,10 @@ class DLiteSequentialHead(nn.Module):
 
     def logits(self, head_states: torch.Tensor) -> torch.Tensor:
         """Logits `[..., V]` of u `[..., r]`; what the draft vocabulary leaves out has minus infinity."""
-        logits = self.output_proj(head_states)
+        return self.spread(self.output_proj(head_states))
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `[..., V_d]` of the draft vocabulary as `[..., V]`."""
         if self.draft_vocab_ids is None:
             return logits
         vocab_size = self.prev_token_embedding.num_embeddings
@@ -406,14 +409,17 @@ class DLiteForDrafting(PreTrainedModel):
         logits = []
         for hidden_state in hidden_states[:, :num_draft_tokens].unbind(dim=1):
             state = head.next_state(state, token_ids)
-            step_logits = head.logits(head.merge(state, hidden_state))
-            if sampler is None:
-                token_ids = step_logits.argmax(dim=-1)
+            step_logits = head.output_proj(head.merge(state, hidden_state))
+            if sampler is not None:
+                token_ids, step_logits = sampler(head.spread(step_logits), drafted)
             else:
-                token_ids, step_logits = sampler(step_logits, drafted)
+                token_ids = step_logits.argmax(dim=-1)
+                if head.draft_vocab_ids is not None:
+                    token_ids = head.draft_vocab_ids[token_ids]
             drafted = torch.cat([drafted, token_ids[:, None]], dim=1)
             logits.append(step_logits)
-        return drafted, torch.stack(logits, dim=1)
+        block = torch.stack(logits, dim=1)
+        return drafted, block if sampler is not None else head.spread(block)
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
         """Always raises: a drafter only proposes, its target generates."""

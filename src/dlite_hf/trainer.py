@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, SchedulerType, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import logging
 
 from .conversations import end_of_turn_ids, tokenize_conversations
 from .data import drafting_data_collator, sample_blocks
@@ -23,14 +22,12 @@ from .history import DLiteHistory
 from .live_evaluation import live_tau
 from .losses import LossWeights, TargetDistribution, drafting_loss, target_distribution
 from .model_card import create_model_card
-from .modeling_dlite import DLiteForDrafting, drafter_in
-from .target import capture_hidden_states, check_compatible, embed_tokens, gather_features
+from .modeling_dlite import DLiteForDrafting
+from .target import capture_hidden_states, embed_tokens, gather_features
 from .training_args import DLiteTrainingArguments
+from .training_checks import check_training
 from .training_progress import TrainingProgress
 from .training_record import DataRecord, StageRecord, TargetRecord, TrainingRecord, TrainingRun, hardware
-
-
-logger = logging.get_logger(__name__)
 
 
 class TargetOutputs(NamedTuple):
@@ -109,43 +106,12 @@ class DLiteTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ):
-        self.drafter = _checked_drafter(model, teacher)
-        check_compatible(target, self.drafter.config)
-        if (teacher is not None) != (args.warmup_epochs > 0):
-            raise ValueError(
-                f"`teacher` is {'given' if teacher is not None else 'missing'}, but `warmup_epochs` is "
-                f"{args.warmup_epochs}; a warm-up learns from a teacher, so give both or neither."
-            )
-        if args.n_gpu > 1:
-            raise ValueError(
-                f"One process sees {args.n_gpu} GPUs and would split each batch over them, which tears anchors from "
-                "their sequences; start one process a GPU with `accelerate launch`."
-            )
-        if args.warmup_epochs and not hasattr(train_dataset, "__len__"):
-            raise ValueError(
-                f"`warmup_epochs` is {args.warmup_epochs}, but a training set without a length has no epochs; give "
-                "one with a length."
-            )
-        if isinstance(eval_dataset, dict) and args.load_best_model_at_end:
-            metric = str(args.metric_for_best_model).removeprefix("eval_")
-            if not any(metric.startswith(f"{name}_") for name in eval_dataset):
-                raise ValueError(
-                    f"`metric_for_best_model` is {metric!r}, but each of the evaluation sets {list(eval_dataset)} has "
-                    f"its own; choose one, such as '{next(iter(eval_dataset))}_tau'."
-                )
-        narrow = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} - {torch.float32}
-        if narrow:
-            logger.warning_once(
-                f"The drafter's weights are {sorted(map(str, narrow))}: small updates get lost in them; load it with "
-                "`dtype=torch.float32` and train with `bf16=True`."
-            )
+        self.drafter = check_training(model, target, teacher, args, train_dataset, eval_dataset)
         if getattr(target, "hf_device_map", None) is None:
             target.to(args.device)
         self.target = target.eval()
         self.teacher = None
         if teacher is not None:
-            _check_teacher(teacher, self.drafter)
-            check_compatible(target, teacher.config)
             self.teacher = teacher.to(args.device).eval().requires_grad_(False)
             self.drafter.sequential_head.load_state_dict(teacher.sequential_head.state_dict())
         if isinstance(eval_dataset, dict):
@@ -478,49 +444,6 @@ class DLiteTrainer(Trainer):
             logs["stable_share"] = self._trained_share
             logs |= self.progress.speed(self.state)
         super().log(logs, start_time)
-
-
-def _checked_drafter(model: Any, teacher: Any) -> DLiteForDrafting:
-    """The drafter itself, out of the PEFT model that may be around it."""
-    drafter = drafter_in(model)
-    if drafter is None:
-        raise TypeError(
-            f"`model` is a {type(model).__name__}, but must be a drafter; make one with "
-            "`DLiteForDrafting.from_target(target)`."
-        )
-    if drafter is not model and teacher is not None:
-        raise ValueError(
-            "`model` is a PEFT model and `teacher` is given, but a teacher's head replaces the drafter's; train an "
-            "adapter without `teacher`."
-        )
-    if hasattr(drafter.sequential_head.output_proj, "lora_A"):
-        raise TypeError(
-            "An adapter changes `output_proj`, whose weight the loss reads directly; leave it out of "
-            "`target_modules`, or train it whole as one of `modules_to_save`."
-        )
-    return drafter
-
-
-def _check_teacher(teacher: Any, drafter: DLiteForDrafting) -> None:
-    if not isinstance(teacher, DLiteForDrafting):
-        raise TypeError(f"`teacher` is a {type(teacher).__name__}, but must be a drafter with history.")
-    if teacher.config.history_window == 0:
-        raise ValueError(
-            "`teacher` has `history_window` 0, but a teacher keeps history; train one with a window first."
-        )
-    for name in ("vocab_size", "num_draft_tokens", "anchor_group_size", "sequential_rank", "draft_vocab_size"):
-        of_teacher, of_drafter = getattr(teacher.config, name), getattr(drafter.config, name)
-        if of_teacher != of_drafter:
-            raise ValueError(
-                f"The teacher's `{name}` is {of_teacher}, but the drafter's {of_drafter}; make both with the same, "
-                "since the teacher's head is copied."
-            )
-    own, taught = drafter.sequential_head.draft_vocab_ids, teacher.sequential_head.draft_vocab_ids
-    if own is not None and taught is not None and not torch.equal(own.cpu(), taught.cpu()):
-        raise ValueError(
-            f"Of the {len(own)} tokens that the drafter can propose, the teacher has "
-            f"{int(torch.isin(own.cpu(), taught.cpu()).sum())}; make both with the same `draft_vocab_ids`."
-        )
 
 
 def _whole(weight: torch.Tensor) -> torch.Tensor:

@@ -220,7 +220,7 @@ def _decode_with_drafter(
             f"{type(model).__name__} keeps no cache that can drop rejected tokens; drop `assistant_model`."
         )
     num_rows, attention_mask = max(drafter.config.history_window, 1), model_kwargs.get("attention_mask")
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+    if num_rows > 1 and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         num_rows = min(num_rows, max(int(attention_mask.sum()), 1))  # no history of padding on the left
     steps = TargetSteps(model, generation_config, model_kwargs, drafter.config.captured_layer_ids, num_rows)
     candidate_generator = DLiteCandidateGenerator(
