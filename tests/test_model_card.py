@@ -2,10 +2,7 @@
 """A card states what the folder and the reports hold, invents nothing, and its snippet runs."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
@@ -15,7 +12,7 @@ from dlite_hf.model_card import create_model_card
 from dlite_hf.training_record import TrainingRecord
 
 from .targets import make_drafter, make_target
-from .test_model_cards import make_stand_in
+from .test_model_cards import make_stand_in, run_snippet
 from .test_training_record import make_run
 
 
@@ -221,14 +218,4 @@ def test_snippet_runs_offline(folder, tmp_path):
     (snippet,) = re.findall(r"```python\n(.*?)```", create_model_card(folder, repo_id="me/tiny").text, re.DOTALL)
     assert set(re.findall(r'from_pretrained\("([^"]+)"', snippet)) == {TARGET, "me/tiny"}
     make_stand_in(DLiteConfig.from_pretrained(folder), tmp_path / "target")
-    for hub_id, local in ((TARGET, tmp_path / "target"), ("me/tiny", folder)):
-        snippet = snippet.replace(f'"{hub_id}"', repr(str(local)))
-    process = subprocess.run(
-        [sys.executable, "-c", snippet + "\nprint('emitted', output.shape[1] - inputs['input_ids'].shape[1])"],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    assert re.search(r"emitted [1-9]", process.stdout)
-    assert "trust_remote_code" not in snippet
+    run_snippet(snippet, {TARGET: tmp_path / "target", "me/tiny": folder})

@@ -18,7 +18,7 @@ from dlite_hf import DLiteConfig, DLiteForDrafting
 
 
 FOLDERS = sorted(path.parent for path in (Path(__file__).parents[1] / "model_cards").glob("*/config.json"))
-pytestmark = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
 def make_stand_in(config: DLiteConfig, folder: Path) -> None:
@@ -45,17 +45,10 @@ def make_stand_in(config: DLiteConfig, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def test_snippet_runs_offline(folder, tmp_path):
-    config = DLiteConfig.from_pretrained(folder)
-    assert config.target_model_type == "llama"  # what the stand-in is
-    target_folder = tmp_path / config.target_name_or_path.split("/")[-1]
-    make_stand_in(config, target_folder)
-    (snippet,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    repo_ids = set(re.findall(r'from_pretrained\("([^"]+)"', snippet))
-    assert len(repo_ids) == 2 and config.target_name_or_path in repo_ids
-    for repo_id in repo_ids:
-        local = target_folder if repo_id == config.target_name_or_path else folder
-        snippet = snippet.replace(f'"{repo_id}"', repr(str(local)))
+def run_snippet(snippet: str, local_folders: dict[str, Path]) -> subprocess.CompletedProcess:
+    """Runs a card's snippet offline in a process of its own, the ids replaced by folders."""
+    for repo_id, folder in local_folders.items():
+        snippet = snippet.replace(f'"{repo_id}"', repr(str(folder)))
     process = subprocess.run(
         [sys.executable, "-c", snippet + "\nprint('emitted', output.shape[1] - inputs['input_ids'].shape[1])"],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -65,9 +58,24 @@ def test_snippet_runs_offline(folder, tmp_path):
     assert process.returncode == 0, process.stderr
     assert re.search(r"emitted [1-9]", process.stdout)
     assert "trust_remote_code" not in snippet
+    return process
+
+
+@each_folder
+def test_snippet_runs_offline(folder, tmp_path):
+    config = DLiteConfig.from_pretrained(folder)
+    assert config.target_model_type == "llama"  # what the stand-in is
+    target_folder = tmp_path / config.target_name_or_path.split("/")[-1]
+    make_stand_in(config, target_folder)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    repo_ids = set(re.findall(r'from_pretrained\("([^"]+)"', snippet))
+    assert len(repo_ids) == 2 and config.target_name_or_path in repo_ids
+    local_folders = {each: target_folder if each == config.target_name_or_path else folder for each in repo_ids}
+    process = run_snippet(snippet, local_folders)
     assert "The drafter was trained for" not in process.stderr  # the folder's name is the target's
 
 
+@each_folder
 def test_metadata(folder):
     card = ModelCard.load(folder / "README.md")
     config = DLiteConfig.from_pretrained(folder)
@@ -80,6 +88,7 @@ def test_metadata(folder):
     assert config.target_quantization in card.text
 
 
+@each_folder
 def test_weights(folder):
     file = folder / "model.safetensors"
     assert file.stat().st_size <= 50_000_000

@@ -235,6 +235,9 @@ def test_a_reduced_vocabulary_keeps_the_logits_of_its_tokens(tiny_llama, make_dr
     outside = [token for token in range(97) if token not in ids]
     assert (logits[..., outside] == -torch.inf).all()
     assert reduced.sequential_head.draft_rows(torch.tensor([3, 4, 50, 90, 96, 0])).tolist() == [0, -1, 2, 3, -1, -1]
+    features, embeds = torch.randn(40, 3, 32), torch.randn(40, 1 + reduced.config.num_draft_tokens, 32)
+    drafted, logits = reduced.draft(features, embeds, torch.randint(90, (40, 1)))
+    assert torch.equal(drafted, logits.argmax(dim=-1)) and set(drafted.unique().tolist()) == {3, 17, 50, 90}
     with pytest.raises(ValueError, match="cannot be the draft vocabulary"):
         reduced.reduce_draft_vocabulary([3, 4])
     reduced.reduce_draft_vocabulary([90, 3])

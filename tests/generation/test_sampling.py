@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """Sampling with a drafter follows the target's own distribution, counted on a vocabulary of seven (scenario 5)."""
 
+import copy
 import itertools
 
 import pytest
@@ -125,7 +126,9 @@ def drafters(target, logits):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"trained": trained, "bad": bad}
+    reduced = copy.deepcopy(trained)
+    reduced.reduce_draft_vocabulary([0, 2, 5])
+    return {"trained": trained, "bad": bad, "reduced": reduced}
 
 
 def draw(target, drafter, scores, logits_processor, is_sampled=True, rule=speculative_sample):
@@ -157,7 +160,7 @@ def draw(target, drafter, scores, logits_processor, is_sampled=True, rule=specul
 
 
 @pytest.mark.parametrize("processors", PROCESSORS)
-@pytest.mark.parametrize("kind", ["trained", "bad", "argmax"])
+@pytest.mark.parametrize("kind", ["trained", "bad", "reduced", "argmax"])
 def test_joint_distribution(target, logits, drafters, kind, processors):
     torch.manual_seed(0)
     logits_processor = PROCESSORS[processors]
@@ -165,7 +168,7 @@ def test_joint_distribution(target, logits, drafters, kind, processors):
     probs = joint_distribution(scores)
     assert bool((probs == 0).any()) == bool(logits_processor), "the processors cut nothing"
     is_sampled = kind != "argmax"
-    drafter = drafters["bad" if kind == "bad" else "trained"]
+    drafter = drafters["trained" if kind == "argmax" else kind]
     tokens, acceptance = draw(target, drafter, scores, logits_processor, is_sampled)
     assert 0.1 < acceptance < 0.9
     assert chi_square_p_value(count(tokens), probs) > 0.001
