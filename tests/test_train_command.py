@@ -129,7 +129,7 @@ def test_leaves_the_drafter_in_the_targets_dtype(train, tmp_path):
     assert DLiteForDrafting.from_pretrained(tmp_path / "out" / "drafter").dtype == torch.bfloat16
 
 
-def test_a_killed_run_goes_on_where_it_was(train, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_where_it_was(train, tmp_path, monkeypatch, capsys):
     assert train(*STAGES, output_dir="whole") == 0
     training_step, steps = DLiteTrainer.training_step, []
 
@@ -144,7 +144,9 @@ def test_a_killed_run_goes_on_where_it_was(train, tmp_path, monkeypatch):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             train(*STAGES)
+    capsys.readouterr()
     assert train(*STAGES) == 0
+    assert f"Going on from {tmp_path / 'out' / 'checkpoint-'}" in capsys.readouterr().out
     assert steps == ["teacher"] * 6 + ["warmup"] * 4 + ["transition"] * 4 + ["stable"] * 2
     for name in ("drafter", "teacher/drafter"):
         expected = DLiteForDrafting.from_pretrained(tmp_path / "whole" / name).state_dict()
@@ -257,7 +259,7 @@ def test_what_is_held_out_is_not_in_the_records(train, tmp_path, seen):
         (["--push_to_hub"], "`dlite-hf card --push`"),
         (["--train_files"], "`train_files` is empty"),
         (["--resume_from_checkpoint=true"], "goes on by itself"),
-        (["--eval_strategy=epoch"], "to evaluate, give"),
+        (["--eval_strategy=epoch"], "to evaluate, set `eval_strategy`"),
         (["--num_eval_conversations=4"], "`eval_strategy` is 'no'"),
         (["--num_eval_conversations=4", "--eval_files=x"], "give one of them"),
         (["--num_eval_conversations=16", "--eval_strategy=epoch"], "there are 16 conversations"),

@@ -95,7 +95,10 @@ def main(
         trainer.training_data = records
         earlier = [each for each in (train_args.drafter, teacher) if each is not None and TrainingRecord.exists(each)]
         trainer.earlier_runs = [past for each in earlier for past in TrainingRecord.load(each).runs]
-        trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir))
+        checkpoint = newest_checkpoint(args.output_dir)
+        if checkpoint is not None:
+            _say(args, f"Going on from {checkpoint}")
+        trainer.train(resume_from_checkpoint=checkpoint)
         _save(trainer)
 
     teacher: str | Path | None = train_args.teacher

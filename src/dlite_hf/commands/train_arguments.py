@@ -202,8 +202,8 @@ def check_arguments(train_args: TrainArguments, training_args: DLiteTrainingArgu
     if evaluates != bool(train_args.eval_files or train_args.num_eval_conversations):
         raise ValueError(
             f"`eval_strategy` is {training_args.eval_strategy.value!r}, `eval_files` {train_args.eval_files} and "
-            f"`num_eval_conversations` {train_args.num_eval_conversations}; to evaluate, give the first and one of "
-            "the others, else none."
+            f"`num_eval_conversations` {train_args.num_eval_conversations}; to evaluate, set `eval_strategy` to "
+            "'steps' or 'epoch' and hold conversations out by one of the others, else set none of the three."
         )
 
 
