@@ -187,3 +187,26 @@ def test_generation_reads_the_window_of_a_fresh_forward(monkeypatch, prefill_chu
         assert history.anchor_positions.tolist() == [history.features.shape[1]]
         rows = [states[i + 1][:, max(0, anchor - 6) : anchor] for i in drafter.config.history_layer_ids]
         torch.testing.assert_close(history.features, torch.stack(rows, dim=2), rtol=1e-3, atol=1e-3)
+
+
+def test_padding_on_the_left_is_no_history(monkeypatch):
+    target = make_target("llama")
+    drafter, inputs = make_drafter_for(target, history_window=6), make_inputs(target, 4)
+    padded = {
+        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (3, 0)),
+        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (3, 0)),
+    }
+    histories, draft = [], drafter.draft
+
+    def spy(*args):
+        histories.append(args[-1].features)
+        return draft(*args)
+
+    monkeypatch.setattr(drafter, "draft", spy)
+    first = []
+    for each in (inputs, padded):
+        histories.clear()
+        target.generate(**each, assistant_model=drafter, max_new_tokens=3, do_sample=False)
+        first.append(histories[0])
+    assert first[0].shape[1] == 4
+    torch.testing.assert_close(first[1], first[0], rtol=1e-3, atol=1e-3)
