@@ -6,6 +6,7 @@ from transformers import HfArgumentParser
 
 from dlite_hf import cli
 from dlite_hf.commands.regenerate import RegenerateArguments, main
+from dlite_hf.regeneration import RegenerationCounts
 
 from .test_regeneration import CONVERSATIONS, answer_text, assistant, make_tokenizer, user
 from .test_regeneration_remote import server  # noqa: F401
@@ -60,6 +61,16 @@ def test_in_this_process(prompts, target, tiny_llama, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("3 succeeded (3 of them in an earlier call")
 
 
+@pytest.mark.parametrize(("cut", "warned"), [(2, False), (3, True)])
+def test_answers_that_are_cut_are_told(prompts, tmp_path, monkeypatch, capsys, transformers_log, cut, warned):
+    counts = RegenerationCounts(succeeded=4, answers=4, cut=cut)
+    monkeypatch.setattr("dlite_hf.commands.regenerate.regenerate", lambda *arguments, **keywords: counts)
+    where = ["--prompts", *prompts, "--output", tmp_path / "a", "--model", "m", "--base_url", "http://localhost/v1"]
+    main(parse(*where, "--max_new_tokens", 7))
+    assert f"; {cut} of 4 answers were cut at their largest length\n" in capsys.readouterr().out
+    assert (f"{cut} of 4 answers were cut at `--max_new_tokens` 7" in transformers_log.text) == warned
+
+
 def test_every_turn_sampled_with_limits(prompts, target, tmp_path, capsys):
     file = tmp_path / "answers.jsonl"
     limits = ["--max_prompt_tokens", 20, "--batch_size", 2, "--dtype", "float32"]
@@ -80,9 +91,12 @@ def test_every_turn_sampled_with_limits(prompts, target, tmp_path, capsys):
 def calls(monkeypatch):
     """What `regenerate` is called with."""
     calls = []
-    monkeypatch.setattr(
-        "dlite_hf.commands.regenerate.regenerate", lambda *arguments, **keywords: calls.append(arguments)
-    )
+
+    def regenerate(*arguments, **keywords):
+        calls.append(arguments)
+        return RegenerationCounts()
+
+    monkeypatch.setattr("dlite_hf.commands.regenerate.regenerate", regenerate)
     return calls
 
 

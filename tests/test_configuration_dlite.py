@@ -305,6 +305,25 @@ def test_mask_token_id():
     assert DLiteConfig.from_target(Qwen3Config(), with_gap).mask_token_id == 3
 
 
+def test_placeholders_are_proposed():
+    """Where all rows are used: a reserved token, else special ones that turns and texts do without."""
+    texts = ["<s>", "</s>", "<|turn|>", "<repo>", "<tool>", "word", "reserved", "<cell>", "<end>"]
+
+    def refused(texts):
+        backend = Tokenizer(WordLevel({text: i for i, text in enumerate(texts)}, unk_token="word"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", pad_token="</s>")
+        tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>", "<repo>", "<cell>", "<end>"]})
+        tokenizer.add_tokens(["<tool>"])
+        tokenizer.chat_template = "{{ '<|turn|>' + messages[0]['content'] }}"
+        with pytest.raises(ValueError, match="all .* rows") as raised:
+            DLiteConfig.from_target(LlamaConfig(vocab_size=len(texts), eos_token_id=[1, 8]), tokenizer)
+        return str(raised.value)
+
+    assert refused(texts).endswith("a token that never occurs in answers, such as 3 (<repo>) or 7 (<cell>).")
+    more = [*texts, "<unused0>", "[PAD10]", "<|reserved_special_token_3|>"]
+    assert refused(more).endswith("such as 11 (<|reserved_special_token_3|>) or 10 ([PAD10]) or 9 (<unused0>).")
+
+
 def test_round_trip(tmp_path):
     config = DLiteConfig.from_target(
         LlamaConfig(vocab_size=97, eos_token_id=[5, 6]), mask_token_id=96, anchor_group_size=2, num_draft_tokens=4

@@ -4,10 +4,11 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config
 
 from dlite_hf import DLiteConfig, DLiteForDrafting
 from dlite_hf.estimate import (
+    UTILIZATION,
     DrafterFlops,
     TargetSize,
     Workload,
@@ -184,6 +185,9 @@ def make_workload(**overrides):
         "checkpoints_kept": 4,
         "device": "a100",
         "utilization": 0.5,
+        "num_evaluations": 0,
+        "eval_prompts": 8,
+        "eval_new_tokens": 75,
     }
     return Workload(**{**fields, **overrides})
 
@@ -207,6 +211,36 @@ def test_a_limit_on_anchors_and_hours_by_hand():
     assert workload.anchors_per_conversation == 4
     assert make_workload(mean_answer_tokens=0.5).anchors_per_conversation == 0
     assert workload.device_hours(3600 * 156e12) == pytest.approx(1)  # half of an A100's 312 TFLOP/s
+
+
+def test_a_cpu_has_a_core_for_every_thread(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    workload = make_workload(device="cpu", utilization=0.6)
+    assert workload.peak_flops == pytest.approx(0.6e12)
+    assert "at 60% of 0.6 bfloat16 TFLOP/s, threads of this machine: 3" in describe(workload)
+    assert "threads" not in describe(make_workload())
+
+
+def test_a_measured_step_on_a_cpu(monkeypatch):
+    """Of Qwen2.5-Coder-0.5B on one core: 3.3 s, with 145 tokens of a conversation, 80 of them supervised."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    sizes = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    config = Qwen2Config(**sizes, num_attention_heads=14, num_key_value_heads=2)
+    workload = make_workload(
+        target=TargetSize.of(config),
+        drafter=DLiteConfig.from_target(
+            config, mask_token_id=0, num_hidden_layers=2, sequential_rank=64, draft_vocab_size=4096
+        ),
+        teacher=None,
+        epochs={"stable": 1},
+        num_conversations=2,
+        mean_tokens=145,
+        mean_answer_tokens=80,
+        max_anchors=64,
+        device="cpu",
+        utilization=UTILIZATION["cpu"],
+    )
+    assert 3600 * workload.device_hours(workload.stages[0].flops) == pytest.approx(3.3, rel=0.15)
 
 
 def test_memory_and_disk_by_hand():
@@ -246,5 +280,24 @@ def test_the_tables():
     assert len({len(line) for line in table}) == 1  # aligned
     assert table[3].split()[1:3] == ["1.5", "5"]
     assert "100 conversations of 50 tokens, 11 supervised; 10 anchors of each" in text
-    assert "at 50% of 312 bfloat16 TFLOP/s" in text
+    assert "at 50% of 312 bfloat16 TFLOP/s\nnot counted: regeneration\n" in text
     assert "FSDP" in text and "FSDP" not in describe(make_workload(num_devices=1))
+
+
+@pytest.mark.parametrize(
+    ("hours", "expected"),
+    [(5000, ("5,000.0 h", "2,500.0 h")), (1.5, ("1.5 h", "45.0 min")), (0.02, ("1.2 min", "36.0 s"))],
+)
+def test_a_time_has_the_unit_that_fits(hours, expected):
+    products = hours * 3600 * 156e12 / (100 * 2 * 50)  # of half of an A100; the drafter's share is lost beside it
+    target = TargetSize(num_parameters=1000, products=products, scores=0, head=0)
+    text = describe(make_workload(target=target, teacher=None, epochs={"stable": 1}))
+    assert "{} of one a100, {} on 2, at 50%".format(*expected) in text
+    assert text.splitlines()[4].endswith(f"  {expected[0]}")
+
+
+def test_evaluations_are_named_with_what_they_generate():
+    text = describe(make_workload(num_evaluations=12))
+    assert (
+        "12 evaluations, each a forward over what is held out and up to 8 x 75 tokens of `generate`: 1.0 min" in text
+    )

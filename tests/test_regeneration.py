@@ -425,10 +425,25 @@ def test_a_conversation_that_becomes_too_long_is_kept_up_to_there(tmp_path):
     conversations = [make_conversation("long", "a", "x", "b", "x", "c"), make_conversation("longer", "d", "x", "a")]
     counts = regenerate(backend, conversations, file, turns="all")
     assert str(counts) == (
-        "1 succeeded (0 of them in an earlier call, 1 shortened) + 0 failed + 1 skipped = 2 conversations"
+        "1 succeeded (0 of them in an earlier call, 1 shortened) + 0 failed + 1 skipped = 2 conversations; "
+        "0 of 2 answers were cut at their largest length"
     )
     assert read(file)[0]["messages"] == [user("a"), assistant("A"), user("b"), assistant("B")]
     assert read(file)[0]["finish_reasons"] == ["stop", "stop"]
+
+
+def test_answers_that_were_cut_are_counted(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    backend = Echo({"b": Answer(assistant("B"), "length"), "c": Answer(assistant("C"), "length")})
+    # Of a failed conversation nothing counts, nor does an assistant's message that is not the target's own.
+    greeted = {"id": "greeted", "messages": [assistant("hello"), user("a"), assistant("x"), user("b")]}
+    conversations = [greeted, make_conversation("cut", "c"), make_conversation("gone", "b", "x", "d")]
+    counts = regenerate(backend, conversations[:1], file, turns="all")
+    assert (counts.answers, counts.cut) == (2, 1)
+    backend.outcomes["d"] = OSError("gone")
+    counts = regenerate(backend, conversations, file, turns="all")
+    assert (counts.resumed, counts.failed, counts.answers, counts.cut) == (1, 1, 3, 2)
+    assert str(counts).endswith("= 3 conversations; 2 of 3 answers were cut at their largest length")
 
 
 def test_a_later_turn_that_fails_leaves_nothing(tmp_path, transformers_log):

@@ -272,25 +272,44 @@ def test_nothing_leaks_from_the_future_or_another_row(tmp_path, tiny_llama, make
     assert some_changed
 
 
+CHOOSING = {
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+}
+
+
 def test_the_best_checkpoint_is_the_one_with_the_best_tau(tmp_path, tiny_llama, make_drafter, monkeypatch):
     taus = iter([1.5, 2.5, 2.0])
     monkeypatch.setattr(trainer_module, "live_tau", lambda *args: next(taus))
-    args = make_args(
-        tmp_path,
-        max_steps=3,
-        learning_rate=1e-2,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-    )
+    args = make_args(tmp_path, **CHOOSING)
     trainer = DLiteTrainer(make_drafter(tiny_llama), tiny_llama, args, make_samples(), make_samples(4, seed=1))
     trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[2] < losses[1]  # the loss alone would have chosen the last
     assert trainer.state.best_metric == 2.5
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+
+
+@pytest.mark.parametrize(("acceptances", "best"), [((0.1, 0.3, 0.2), 2), ((0.3, 0.1, 0.2), 1), ((0.1, 0.1, 0.2), 3)])
+def test_a_tie_in_tau_goes_to_the_larger_expected_tau(
+    tmp_path, tiny_llama, make_drafter, monkeypatch, acceptances, best
+):
+    args, accepted = make_args(tmp_path, **CHOOSING), iter(acceptances)
+    trainer = DLiteTrainer(make_drafter(tiny_llama), tiny_llama, args, make_samples(), make_samples(4, seed=1))
+
+    def live_tau(*args):
+        trainer._statistics[0] = torch.tensor([1.0, 0.0, next(accepted)])[:, None]  # one row, accepted so often
+        return 1.5
+
+    monkeypatch.setattr(trainer_module, "live_tau", live_tau)
+    trainer.train()
+    assert trainer.state.best_metric == 1.5
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
 
 
 def test_evaluation_generates_for_held_out_prompts(tmp_path, tiny_llama, make_drafter, monkeypatch):

@@ -2,7 +2,12 @@
 """`dlite-hf train`: both runs of a recipe, going on after a kill, its data, and what it refuses."""
 
 import json
+import re
+import shlex
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -14,6 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from dlite_hf import DLiteForDrafting, DLiteTrainer, cli
 from dlite_hf.commands.train import newest_checkpoint
 from dlite_hf.commands.train_data import read_conversations
+from dlite_hf.training_args import DLiteTrainingArguments
 from dlite_hf.training_record import TrainingRecord
 
 
@@ -159,6 +165,89 @@ def test_a_killed_run_goes_on_where_it_was(train, tmp_path, monkeypatch, capsys)
     assert actual == expected
 
 
+def readme_options():
+    """What README's short command gives beside its files."""
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    command = re.search(r"^dlite-hf train ((?:.*\\\n)*.*)", text, flags=re.MULTILINE)[1].replace("\\\n", " ")
+    words = shlex.split(command)
+    assert words[:6:2] == ["--target", "--train_files", "--output_dir"]
+    return words[6:]
+
+
+def test_readmes_command_goes_on_when_it_was_killed_in_its_second_epoch(target_folder, tmp_path, monkeypatch, capsys):
+    answers = write_answers(tmp_path / "answers.jsonl", 48)  # 32 of which are held out: 2 steps an epoch
+    training_step, steps = DLiteTrainer.training_step, []
+
+    def dying_step(self, *args, **kwargs):
+        steps.append(self.state.global_step)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return training_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DLiteTrainer, "training_step", dying_step)
+    where = ["--target", str(target_folder), "--train_files", answers, "--output_dir", str(tmp_path / "out")]
+    smaller = ["--num_hidden_layers=1", "--sequential_rank=8", "--eval_num_prompts=1", "--eval_max_new_tokens=2"]
+    command = ["train", *where, *readme_options(), *smaller, "--use_cpu", "--disable_tqdm=true"]
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(command)
+    capsys.readouterr()
+    assert cli.main(command) == 0
+    assert f"Going on from {tmp_path / 'out' / 'checkpoint-2'}" in capsys.readouterr().out
+    assert steps == [0, 1, 2, 3, 2, 3, 4, 5]
+    assert TrainingRecord.load(tmp_path / "out" / "drafter").runs[0].best_step in (2, 4, 6)
+
+
+LOCKING = "import sys, filelock\nlock = filelock.FileLock(sys.argv[1]).acquire()\nprint(flush=True)\nsys.stdin.read()"
+
+
+@pytest.fixture
+def locked(tmp_path):
+    """Another process that holds the lock of a run."""
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", LOCKING, str(tmp_path / "out" / "training.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process
+
+
+def test_two_runs_in_one_folder(train, locked, tmp_path, capsys):
+    """The second is refused, until the first has ended, if only by a kill."""
+    assert train("--max_steps=1") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"dlite-hf: error: Another run is training in `output_dir` {tmp_path / 'out'}; let")
+    assert train("--max_steps=1", "--estimate") == 0
+    locked.kill()
+    locked.wait()
+    assert train("--max_steps=1") == 0
+    assert (tmp_path / "out" / "drafter").exists()
+
+
+def test_another_rank_of_the_same_run_is_let_in(train, locked, monkeypatch, capsys):
+    monkeypatch.setattr(DLiteTrainingArguments, "process_index", 1)
+    monkeypatch.setattr("dlite_hf.commands.train._train", lambda *arguments: print("trains"))
+    assert train() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "trains"
+
+
+def test_the_lock_is_held_for_all_of_a_run(train, monkeypatch):
+    statuses = []
+    monkeypatch.setattr("dlite_hf.commands.train._train", lambda *arguments: statuses.append(train()))
+    assert train() == 0
+    assert statuses == [2]
+
+
+def test_a_missing_placeholder_is_told_before_anything_large_is_read(
+    train, target_folder, tmp_path, monkeypatch, capsys
+):
+    folder = shutil.copytree(target_folder, tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] - 2}))
+    for name in ("AutoModelForCausalLM", "read_data"):
+        monkeypatch.setattr(f"dlite_hf.commands.train.{name}", None)
+    assert train(f"--target={folder}") == 2
+    assert "The tokenizer uses all 97 rows of the target's vocabulary" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_finished_run_is_not_done_again(train, tmp_path, monkeypatch, capsys):
     assert train("--max_steps=1") == 0
     monkeypatch.setattr(DLiteTrainer, "train", lambda *args, **kwargs: pytest.fail("trained again"))
@@ -280,6 +369,7 @@ def test_refuses(train, tmp_path, capsys, options, message):
     assert not (tmp_path / "out" / "drafter").exists()
 
 
+EVALUATING = ("--num_eval_conversations=4",)
 GUESSES = ("--num_conversations=100", "--mean_tokens=9000", "--mean_answer_tokens=8")
 
 
@@ -340,6 +430,16 @@ def test_an_estimate_counts_the_files_and_trains_nothing(train, tmp_path, capsys
         (["--save_strategy=no"], ["stable 2 8", "0 checkpoints"]),
         (["--save_strategy=epoch"], ["2 checkpoints"]),
         (["--save_total_limit=1"], ["1 checkpoints"]),
+        (["--max_steps=9", "--save_steps=0.3"], ["stable 2.25 9", "3 checkpoints"]),
+        (["--assumed_device=cpu"], ["at 60% of 0.2 bfloat16 TFLOP/s, threads of this machine: 1"]),
+        (["--assumed_device=cpu", "--assumed_utilization=0.5"], ["at 50% of 0.2"]),
+        ([*EVALUATING, "--eval_strategy=epoch", "--max_steps=5"], ["stable 1.667 5"]),
+        ([*EVALUATING, "--eval_strategy=epoch"], ["; 2 evaluations,", "up to 4 x 128 tokens of `generate`: 51.2 s"]),
+        (
+            [*EVALUATING, "--eval_strategy=steps", "--eval_steps=4", "--eval_num_prompts=2"],
+            ["; 2 evaluations,", "2 x 128"],
+        ),
+        ([*EVALUATING, "--eval_strategy=steps", "--eval_steps=2", *STAGES], ["; 5 evaluations,"]),
         # Guesses until the files are there, which count more than a recipe's.
         ([*GUESSES, "--train_files=nowhere.jsonl"], ["100 conversations of 4,096 tokens, 8 supervised"]),
         (GUESSES, ["16 conversations of 31 tokens"]),

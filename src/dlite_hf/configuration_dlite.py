@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """DLite model configuration."""
 
+import re
 from dataclasses import field
 from typing import Any
 
@@ -275,9 +276,11 @@ def _find_mask_token_id(text_config: PreTrainedConfig, tokenizer: PreTrainedToke
         unused = next((row for row in range(text_config.vocab_size) if row not in used), None)
         if unused is not None:
             return unused
+        candidates = [f"{token_id} ({text})" for token_id, text in _placeholder_candidates(text_config, tokenizer)]
+        such_as = f", such as {' or '.join(candidates[:3])}" if candidates else ""
         raise ValueError(
             f"The tokenizer uses all {text_config.vocab_size} rows of the target's vocabulary and has no mask token; "
-            "pass `mask_token_id`, the id of a token that never occurs in answers."
+            f"pass `mask_token_id`, the id of a token that never occurs in answers{such_as}."
         )
     if text_config.model_type == "qwen3":
         return _QWEN3_MASK_TOKEN_ID
@@ -285,6 +288,27 @@ def _find_mask_token_id(text_config: PreTrainedConfig, tokenizer: PreTrainedToke
         f"No placeholder is known for a target of type {text_config.model_type!r}; pass its `tokenizer`, or "
         "`mask_token_id`."
     )
+
+
+# Of tokens that a vocabulary keeps free: `[PAD151935]`, `<unused7>`, `<|reserved_special_token_3|>`, `<extra_id_0>`.
+_RESERVED = re.compile(r"[<\[]\S*(pad_?\d|unused|reserved|extra_id|dummy|placeholder)\S*[>\]]", re.IGNORECASE)
+
+
+def _placeholder_candidates(
+    text_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, str]]:
+    """Ids and texts of tokens that answers hardly hold: reserved ones, then special ones that neither the chat
+    template nor the ends of a text use."""
+    taken = set()
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
+        for value in (getattr(text_config, name, None), getattr(tokenizer, name, None)):
+            taken |= {*value} if isinstance(value, list) else {value}
+    template = str(tokenizer.chat_template)
+    vocab = sorted((row, text) for text, row in tokenizer.get_vocab().items())
+    free = [(row, text) for row, text in vocab if row not in taken and text not in template]
+    reserved = [each for each in free if _RESERVED.fullmatch(each[1])]
+    special = {row for row, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return reserved[::-1] + [each for each in free if each[0] in special and each not in reserved]
 
 
 def _from_authors_config(config_dict: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,8 @@ class RegenerationCounts:
         skipped: conversations whose prompt is too long.
         resumed: conversations that an earlier call had answered.
         shortened: conversations that end before an answer whose prompt had become too long.
+        answers: the target's answers in the conversations that succeeded.
+        cut: those of them that were cut at their largest length, with the finish reason `"length"`.
     """
 
     succeeded: int = 0
@@ -35,13 +37,22 @@ class RegenerationCounts:
     skipped: int = 0
     resumed: int = 0
     shortened: int = 0
+    answers: int = 0
+    cut: int = 0
 
     def __str__(self) -> str:
         total = self.succeeded + self.failed + self.skipped
+        cut = f"; {self.cut} of {self.answers} answers were cut at their largest length" if self.answers else ""
         return (
             f"{self.succeeded} succeeded ({self.resumed} of them in an earlier call, {self.shortened} shortened) + "
-            f"{self.failed} failed + {self.skipped} skipped = {total} conversations"
+            f"{self.failed} failed + {self.skipped} skipped = {total} conversations{cut}"
         )
+
+    def count_answers(self, finish_reasons: Iterable[str | None]) -> None:
+        """Counts the answers of one conversation."""
+        own = [reason for reason in finish_reasons if reason is not None]
+        self.answers += len(own)
+        self.cut += own.count("length")
 
 
 class NothingAnsweredError(RuntimeError):
@@ -92,10 +103,12 @@ def regenerate(
             f"{len(repeated)} ids are not unique, {repeated[0]!r} for one; give every conversation its own."
         )
     output_file = Path(output_file)
-    done = _answered_ids(output_file, generation)
+    done = _answered(output_file, generation)
     waiting = deque(dialogue for dialogue in dialogues if dialogue.id not in done)
     resumed = len(dialogues) - len(waiting)
     counts = RegenerationCounts(succeeded=resumed, resumed=resumed)
+    for dialogue in dialogues:
+        counts.count_answers(done.get(dialogue.id, []))
     first_failure: tuple[Any, Exception] | None = None
 
     with (
@@ -120,6 +133,7 @@ def regenerate(
                 lines.write(json.dumps(dialogue.record(generation), ensure_ascii=False) + "\n")
                 lines.flush()
                 counts.succeeded += 1
+                counts.count_answers(dialogue.finish_reasons)
             progress.update()
 
     if first_failure is not None and counts.succeeded == counts.resumed:
@@ -201,15 +215,15 @@ class _Dialogue(Request):
         return {**self.fields, **answers}
 
 
-def _answered_ids(output_file: Path, generation: dict[str, Any]) -> set[Any]:
-    """Ids that the file holds; a last line that a kill has torn is cut off.
+def _answered(output_file: Path, generation: dict[str, Any]) -> dict[Any, list[str | None]]:
+    """The finish reasons of what the file holds, by id; a last line that a kill has torn is cut off.
 
     Raises:
         ValueError: if another line is no record, or one was made in another way than `generation`.
     """
-    ids: set[Any] = set()
+    answered: dict[Any, list[str | None]] = {}
     if not output_file.exists():
-        return ids
+        return answered
     with output_file.open("r+b") as lines:
         whole, ending = 0, b""
         for number, line in enumerate(lines, start=1):
@@ -226,10 +240,10 @@ def _answered_ids(output_file: Path, generation: dict[str, Any]) -> set[Any]:
                     f"{output_file} holds answers made with {record.get('generation')}, but these would be made with "
                     f"{generation}; name another output file, or the same settings."
                 )
-            ids.add(record["id"])
+            answered[record["id"]] = record["finish_reasons"]
             whole, ending = whole + len(line), line[-1:]
         lines.truncate(whole)
         if ending not in (b"", b"\n"):  # only the newline was lost
             lines.seek(whole)
             lines.write(b"\n")
-    return ids
+    return answered

@@ -429,6 +429,21 @@ class DLiteTrainer(Trainer):
         )
         return output
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As in [`~transformers.Trainer`], but of two checkpoints that tie in tau, as they may over few prompts, the
+        one with the larger `expected_tau` is the better, not the earlier one."""
+        name = f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
+        finer = f"{name.removesuffix('tau')}expected_tau"
+        if finer in metrics and metrics[name] == self.state.best_metric:
+            of_best = [
+                entry[finer]
+                for entry in self.state.log_history
+                if finer in entry and entry["step"] == self.state.best_global_step
+            ]
+            if of_best and metrics[finer] > of_best[-1]:
+                self.state.best_metric = None  # whatever comes next is better
+        return super()._determine_best_metric(metrics, trial)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("loss")), None)
         statistics = self._statistics[int(prefix == "")]

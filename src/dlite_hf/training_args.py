@@ -28,6 +28,8 @@ class DLiteTrainingArguments(TrainingArguments):
         ValueError: if one of these is out of its range.
     """
 
+    _argument_group_name = "the training: what only a drafter's knows"
+
     learning_rate: float = field(default=4e-4, metadata={"help": "The initial learning rate for the optimizer."})
     lr_scheduler_type: SchedulerType | str = field(default="cosine", metadata={"help": "The scheduler type to use."})
     warmup_steps: float = field(

@@ -8,11 +8,15 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
+from transformers.utils import logging
 
 from ..json_lines import read_json_lines
 from ..regeneration import NothingAnsweredError, regenerate
 from ..regeneration_backends import Backend, LocalBackend, OpenAIBackend
 from .template_kwargs import TEMPLATE_KWARGS_HELP, read_template_kwargs
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -122,6 +126,11 @@ def main(args: RegenerateArguments) -> None:
         print(error.counts)
         raise
     print(counts)
+    if 2 * counts.cut > counts.answers:
+        logger.warning(
+            f"{counts.cut} of {counts.answers} answers were cut at `--max_new_tokens` {args.max_new_tokens}: the "
+            "drafter would hardly learn how answers end; raise it, and name another `--output`."
+        )
 
 
 def _read_conversations(file: str, turns: str) -> Iterator[dict[str, Any]]:

@@ -6,11 +6,15 @@ A run may be killed at any time: the same command goes on from the newest checkp
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState, set_seed
+from filelock import FileLock, Timeout
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerState, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..configuration_dlite import DLiteConfig
 from ..conversations import end_of_turn_ids
 from ..data import most_frequent_tokens
 from ..estimate import describe
@@ -38,7 +42,8 @@ def main(
     """Trains as the arguments say and leaves the drafter, in the target's dtype, in `<output_dir>/drafter`.
 
     Raises:
-        ValueError: if the arguments contradict each other, or the data cannot be read.
+        ValueError: if the arguments contradict each other, the data cannot be read, or another run trains in
+            `output_dir`.
         OSError: if a file, the target or a drafter is missing.
     """
     check_arguments(train_args, training_args)
@@ -53,7 +58,18 @@ def main(
             "another.",
         )
         return
+    with _alone_in(training_args):
+        _train(train_args, training_args)
+    _say(training_args, f"The drafter is in {student_folder}")
+
+
+def _train(train_args: TrainArguments, training_args: DLiteTrainingArguments) -> None:
     tokenizer = AutoTokenizer.from_pretrained(train_args.target, revision=train_args.target_revision)
+    if train_args.drafter is None:
+        # What is wrong with the new drafter's configuration is told before anything large is read.
+        config = AutoConfig.from_pretrained(train_args.target, revision=train_args.target_revision)
+        overrides = drafter_overrides(train_args, config)
+        DLiteConfig.from_target(config, tokenizer, **overrides, history_window=train_args.history_window)
     target = AutoModelForCausalLM.from_pretrained(
         train_args.target, revision=train_args.target_revision, dtype=train_args.target_dtype
     )
@@ -112,7 +128,27 @@ def main(
             run(args, train_args.teacher_history_window)
     _say(training_args, f"Training the drafter in {training_args.output_dir}")
     run(training_args, train_args.history_window, teacher)
-    _say(training_args, f"The drafter is in {student_folder}")
+
+
+@contextmanager
+def _alone_in(args: DLiteTrainingArguments) -> Iterator[None]:
+    """Holds a lock of `output_dir`, which the system frees however the process ends.
+
+    Raises:
+        ValueError: if another run holds it.
+    """
+    if args.process_index:  # the main process holds it for all of a run
+        yield
+        return
+    os.makedirs(args.output_dir, exist_ok=True)
+    try:
+        lock = FileLock(Path(args.output_dir, "training.lock")).acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"Another run is training in `output_dir` {args.output_dir}; let it finish, or choose another folder."
+        ) from error
+    with lock:
+        yield
 
 
 def newest_checkpoint(folder: str | os.PathLike) -> str | None:

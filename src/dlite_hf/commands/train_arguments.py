@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..configuration_dlite import evenly_spaced_layer_ids
-from ..estimate import PEAK_FLOPS
+from ..estimate import PEAK_FLOPS, UTILIZATION
 from ..training_args import DLiteTrainingArguments
 from .template_kwargs import TEMPLATE_KWARGS_HELP, read_template_kwargs
 
@@ -151,17 +151,25 @@ class EstimateArguments:
         default=None, metadata={"help": "Supervised tokens of a conversation; by default as in the files."}
     )
     assumed_device: str = field(
-        default="h100", metadata={"help": "Whose peak speed is assumed.", "choices": sorted(PEAK_FLOPS)}
+        default="h100",
+        metadata={
+            "help": "Whose peak speed is assumed; cpu: of this machine's cores, without AMX.",
+            "choices": sorted(PEAK_FLOPS),
+        },
     )
     assumed_num_devices: int = field(default=1, metadata={"help": "How many of them share the work."})
-    assumed_utilization: float = field(
-        default=0.4, metadata={"help": "The fraction of the peak that training reaches; measure yours in a short run."}
+    assumed_utilization: float | None = field(
+        default=None,
+        metadata={
+            "help": "The fraction of the peak that training reaches; measure yours in a short run. 0.4 by default, of "
+            f"cpu {UTILIZATION['cpu']}."
+        },
     )
 
     def __post_init__(self) -> None:
         if self.assumed_num_devices < 1:
             raise ValueError(f"`assumed_num_devices` is {self.assumed_num_devices}, but must be at least 1.")
-        if not 0 < self.assumed_utilization <= 1:
+        if self.assumed_utilization is not None and not 0 < self.assumed_utilization <= 1:
             raise ValueError(f"`assumed_utilization` is {self.assumed_utilization}, but must be above 0, at most 1.")
 
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..configuration_dlite import DLiteConfig
 from ..conversations import end_of_turn_ids, tokenize_conversations
-from ..estimate import TargetSize, Workload
+from ..estimate import UTILIZATION, TargetSize, Workload
 from ..training_args import DLiteTrainingArguments
 from .train_arguments import (
     EstimateArguments,
@@ -95,11 +95,14 @@ def workload(
     num_conversations, mean_tokens, mean_answer_tokens = _measure(train_args, training_args, estimate_args)
     num_devices = estimate_args.assumed_num_devices
     epochs = stage_epochs(training_args, num_conversations, num_devices)
-    checkpoints = _num_checkpoints(training_args, sum(epochs.values()), num_conversations, num_devices)
+    size = (num_conversations, num_devices)
+    num_checkpoints = _num_checkpoints(training_args, sum(epochs.values()), *size)
+    num_evaluations = _num_evaluations(training_args, sum(epochs.values()), *size)
     if train_args.teacher_epochs:
         of_teacher = teacher_arguments(train_args, training_args)
-        teacher_epochs = sum(stage_epochs(of_teacher, num_conversations, num_devices).values())
-        checkpoints += _num_checkpoints(of_teacher, teacher_epochs, num_conversations, num_devices)
+        teacher_epochs = sum(stage_epochs(of_teacher, *size).values())
+        num_checkpoints += _num_checkpoints(of_teacher, teacher_epochs, *size)
+        num_evaluations += _num_evaluations(of_teacher, teacher_epochs, *size)
         epochs = {"teacher": teacher_epochs, **epochs}
     return Workload(
         target=TargetSize.of(config),
@@ -117,9 +120,14 @@ def workload(
         attn_implementation=train_args.attn_implementation or "sdpa",
         target_bytes=getattr(torch, train_args.target_dtype).itemsize,
         activation_bytes=2 if training_args.bf16 or training_args.fp16 else 4,
-        checkpoints_kept=checkpoints,
+        checkpoints_kept=num_checkpoints,
         device=estimate_args.assumed_device,
-        utilization=estimate_args.assumed_utilization,
+        utilization=estimate_args.assumed_utilization or UTILIZATION[estimate_args.assumed_device],
+        num_evaluations=num_evaluations,
+        eval_prompts=min(
+            training_args.eval_num_prompts, train_args.num_eval_conversations or training_args.eval_num_prompts
+        ),
+        eval_new_tokens=training_args.eval_max_new_tokens,
     )
 
 
@@ -178,9 +186,20 @@ def _end_of_turn_ids(train_args: TrainArguments, tokenizer: PreTrainedTokenizerB
 
 def _num_checkpoints(args: DLiteTrainingArguments, epochs: float, num_conversations: int, num_devices: int) -> int:
     """Checkpoints on disk at the end of a run."""
-    if args.save_strategy == "no":
-        return 0
-    saves = math.ceil(epochs)
-    if args.save_strategy != "epoch":
-        saves = math.ceil(epochs * steps_per_epoch(args, num_conversations, num_devices) / args.save_steps)
+    num_steps = epochs * steps_per_epoch(args, num_conversations, num_devices)
+    saves = _num_times(args.save_strategy, args.save_steps, epochs, num_steps)
     return min(saves, args.save_total_limit or saves)
+
+
+def _num_evaluations(args: DLiteTrainingArguments, epochs: float, num_conversations: int, num_devices: int) -> int:
+    num_steps = epochs * steps_per_epoch(args, num_conversations, num_devices)
+    return _num_times(args.eval_strategy, args.eval_steps, epochs, num_steps)
+
+
+def _num_times(strategy: str, interval: float | None, epochs: float, num_steps: float) -> int:
+    """How often something happens that happens at the end, too; an interval below 1 is a fraction of all steps."""
+    if strategy == "no":
+        return 0
+    if strategy == "epoch" or interval is None:
+        return math.ceil(round(epochs, 6))
+    return math.ceil(round(num_steps / (interval if interval >= 1 else math.ceil(interval * num_steps)), 6))
