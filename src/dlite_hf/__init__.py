@@ -15,6 +15,7 @@ from .modeling_dlite import DLiteForDrafting
 if TYPE_CHECKING:
     from .regeneration import regenerate
     from .regeneration_backends import LocalBackend, OpenAIBackend
+    from .trace import Trace, trace_generation
     from .trainer import DLiteTrainer
     from .training_args import DLiteTrainingArguments
 
@@ -29,8 +30,10 @@ __all__ = [
     "LocalBackend",
     "OpenAIBackend",
     "SpeculationStatistics",
+    "Trace",
     "regenerate",
     "speculation_statistics",
+    "trace_generation",
 ]
 
 # What needs the Trainer and its dependencies is imported when it is asked for.
@@ -39,7 +42,9 @@ _LAZY = {
     "DLiteTrainingArguments": "training_args",
     "LocalBackend": "regeneration_backends",
     "OpenAIBackend": "regeneration_backends",
+    "Trace": "trace",
     "regenerate": "regeneration",
+    "trace_generation": "trace",
 }
 
 

@@ -75,6 +75,8 @@ def speculative_decoding(
                 statistics.drafting_seconds += drafted - started
                 statistics.verifying_seconds += _clock(statistics, input_ids.device) - drafted
             num_matches = _emit_verified(sequence, draft_inputs, draft_ids, draft_logits, steps.cache, statistics)
+            if statistics is not None and statistics.on_round is not None:
+                statistics.on_round(draft_ids, draft_logits, sequence.input_ids[:, -num_matches - 1 :])
             steps.advance(draft_inputs, num_matches + 1)
 
     if streamer is not None:

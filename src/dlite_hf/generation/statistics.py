@@ -1,13 +1,16 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """`speculation_statistics()`: what the drafter did in the calls of `generate` inside a block."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import torch
+
 
 _running_statistics: ContextVar["SpeculationStatistics | None"] = ContextVar("dlite_running_statistics", default=None)
+RoundObserver = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 
 
 @dataclass
@@ -21,6 +24,7 @@ class SpeculationStatistics:
             accepted draft token at position j of its block. What an end of sequence or a limit cut off is not in it.
         drafting_seconds: wall time of drafting.
         verifying_seconds: wall time of the target's verification forwards.
+        on_round: called after every round, see [`speculation_statistics`].
     """
 
     num_rounds: int = 0
@@ -28,6 +32,7 @@ class SpeculationStatistics:
     token_origins: list[int] = field(default_factory=list)
     drafting_seconds: float = 0.0
     verifying_seconds: float = 0.0
+    on_round: RoundObserver | None = field(default=None, repr=False, compare=False)
 
     def add(self, other: "SpeculationStatistics") -> None:
         """Counts what `other` counted, too."""
@@ -58,13 +63,17 @@ class SpeculationStatistics:
 
 
 @contextmanager
-def speculation_statistics() -> Iterator[SpeculationStatistics]:
+def speculation_statistics(on_round: RoundObserver | None = None) -> Iterator[SpeculationStatistics]:
     """Collects [`SpeculationStatistics`] of the drafted `generate` calls that this thread makes inside the block.
 
     Outside such a block nothing is recorded; a block inside another adds to it when it ends. On an accelerator, timing
     waits for the device twice a round.
+
+    Args:
+        on_round: called after every round with the draft `[1, k]`, the logits `[1, k, V]` that it was drawn from
+            (`None` where k is 0), and the tokens `[1, n]` emitted; not for the rounds of a block inside this one.
     """
-    statistics = SpeculationStatistics()
+    statistics = SpeculationStatistics(on_round=on_round)
     token = _running_statistics.set(statistics)
     try:
         yield statistics

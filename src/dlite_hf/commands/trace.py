@@ -1,0 +1,121 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""`dlite-hf trace`: shows one generation with a drafter as a web page."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+
+from ..conversations import template_inputs
+from ..json_lines import read_json_lines
+from ..modeling_dlite import DLiteForDrafting
+from ..trace import trace_generation
+from .template_kwargs import TEMPLATE_KWARGS_HELP, read_template_kwargs
+
+
+@dataclass
+class TraceArguments:
+    """What is generated, by whom, and where the page goes."""
+
+    target: str = field(metadata={"help": "Folder or id on the Hub of the target."})
+    drafter: str = field(metadata={"help": "Folder or id on the Hub of its drafter."})
+    output: str = field(metadata={"help": "The HTML file to write; an existing one is replaced."})
+    prompt: str | None = field(
+        default=None,
+        metadata={"help": "What the user says; without a chat template, the text that the target continues."},
+    )
+    prompts: str | None = field(
+        default=None,
+        metadata={
+            "help": "A JSON lines file with the prompt: a line has an `id` and `messages`, optionally `tools`, or "
+            "`turns`, of which the first is asked. A last message of the assistant is generated anew."
+        },
+    )
+    id: str | None = field(default=None, metadata={"help": "The prompt's `id` in that file."})
+    max_new_tokens: int = field(default=128, metadata={"help": "Where the generation is cut."})
+    temperature: float = field(default=0.0, metadata={"help": "Temperature of the sampling; 0 is greedy."})
+    seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
+    chat_template_kwargs: str | None = field(default=None, metadata={"help": TEMPLATE_KWARGS_HELP})
+    dtype: str | None = field(
+        default=None, metadata={"help": "The models' dtype; the target checkpoint's by default."}
+    )
+
+    def __post_init__(self) -> None:
+        read_template_kwargs(self.chat_template_kwargs)
+        if (self.prompt is None) == (self.prompts is None):
+            raise ValueError(
+                f"`prompt` {self.prompt!r} and `prompts` {self.prompts!r} do not say what is asked; pass one of them."
+            )
+        if (self.prompts is None) != (self.id is None):
+            raise ValueError(f"`id` {self.id!r} and `prompts` {self.prompts!r} belong together; pass both or none.")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}, but must be at least 1.")
+        if self.temperature < 0:
+            raise ValueError(f"`temperature` is {self.temperature}, but must be at least 0, which is greedy.")
+
+
+def main(args: TraceArguments) -> None:
+    """Generates, and writes the page.
+
+    Raises:
+        ValueError: if the prompt cannot be found or rendered, or as [`~dlite_hf.trace.trace_generation`] does.
+    """
+    conversation = _conversation(args)  # before the models are loaded, which takes longer
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    inputs = _inputs(args, conversation, tokenizer)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype or "auto").to(device)
+    drafter = DLiteForDrafting.from_pretrained(args.drafter, dtype=target.dtype).to(device)
+    options: dict[str, Any] = {"do_sample": args.temperature > 0, "max_new_tokens": args.max_new_tokens}
+    if args.temperature > 0:
+        options["temperature"] = args.temperature
+        if target.generation_config.top_k is None:
+            options["top_k"] = 0  # by itself `generate` would keep the 50 most likely tokens alone
+    set_seed(args.seed)
+    trace = trace_generation(target, drafter, tokenizer, inputs.to(device), **options)
+    if args.temperature > 0:
+        trace.settings["seed"] = args.seed
+    trace.settings["dtype"] = str(target.dtype).removeprefix("torch.")
+    trace.save(args.output)
+    print(
+        f"Wrote {args.output}: {len(trace.tokens)} tokens in {trace.statistics.num_rounds} rounds, "
+        f"tau {trace.statistics.tau:.2f}."
+    )
+
+
+def _conversation(args: TraceArguments) -> dict[str, Any]:
+    """The conversation before the answer: `messages` and, where the file has them, `tools`."""
+    if args.prompts is None:
+        return {"messages": [{"role": "user", "content": args.prompt}]}
+    record = next((each for each in read_json_lines(args.prompts) if str(each.get("id")) == args.id), None)
+    if record is None:
+        raise ValueError(f"{args.prompts} has no record with the `id` {args.id!r}; pass one that it has.")
+    if record.get("messages"):
+        messages = record["messages"]
+        return {**record, "messages": messages[: len(messages) - (messages[-1]["role"] == "assistant")]}
+    if record.get("turns"):
+        return {**record, "messages": [{"role": "user", "content": record["turns"][0]}]}
+    raise ValueError(f"The record {args.id!r} of {args.prompts} has neither `messages` nor `turns`; add one of them.")
+
+
+def _inputs(args: TraceArguments, conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
+    if tokenizer.chat_template is None:
+        if args.prompt is None or args.chat_template_kwargs is not None:
+            raise ValueError(
+                f"The tokenizer of {args.target} has no chat template to render messages with; pass `prompt`, which "
+                "is then continued as it is, and no `chat_template_kwargs`."
+            )
+        return tokenizer(args.prompt, return_tensors="pt")
+    messages, tools = template_inputs(conversation)
+    return tokenizer.apply_chat_template(
+        messages,
+        tools=tools,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        **(read_template_kwargs(args.chat_template_kwargs) or {}),
+    )
+
+
+__all__ = ["TraceArguments", "main"]
