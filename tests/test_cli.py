@@ -218,6 +218,20 @@ def test_every_command_lists_its_fields(capsys, command, fields):
     assert all(f"{name} " in output for name in fields)
 
 
+def test_what_training_inherits_is_listed_last(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    help_text = capsys.readouterr().out
+    groups = {text.partition(":\n")[0]: text for text in re.split(r"\n\n(?=\S)", help_text)}
+    *_, ours, estimate, inherited, _ = groups
+    assert (ours, inherited) == ("the training: what only a drafter's knows", "transformers.TrainingArguments")
+    assert "the drafter, its target and its data" in groups and "--estimate " in groups[estimate]
+    fields = {name: re.findall(r"^  --(\w+)", text, flags=re.MULTILINE) for name, text in groups.items()}
+    assert "max_anchors" in fields[ours] and not {"learning_rate", "output_dir"} & {*fields[ours]}
+    assert {"output_dir", "learning_rate", "no_dataloader_pin_memory"} <= {*fields[inherited]}
+    assert len(fields[ours]) < 12 < len(fields[inherited])
+
+
 def test_commands_are_imported_when_they_run():
     code = (
         "import runpy, sys\n"

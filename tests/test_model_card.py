@@ -1,7 +1,6 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """A card states what the folder and the reports hold, invents nothing, and its snippet runs."""
 
-import json
 import re
 
 import pytest
@@ -11,6 +10,7 @@ from dlite_hf import DLiteConfig, DLiteForDrafting
 from dlite_hf.model_card import create_model_card
 from dlite_hf.training_record import TrainingRecord
 
+from .evaluation.reports import measurement, report, row
 from .targets import make_drafter, make_target
 from .test_model_cards import make_stand_in, run_snippet
 from .test_training_record import make_run
@@ -26,14 +26,8 @@ def save_drafter(folder, **overrides):
     return drafter
 
 
-def make_report(file, rows, **fields):
-    row = {"set": "s", "identical": True, "rounds": 10, "emitted": 20}
-    file.write_text(json.dumps({"dtype": "float32", **fields, "rows": [{**row, **each} for each in rows]}))
-    return file
-
-
 def table_row(card, first_cell):
-    """The cells behind `first_cell` in the only table line that begins with it."""
+    """The cells behind `first_cell`, several cells perhaps, in the only table line that begins with it."""
     (line,) = re.findall(rf"^\| {re.escape(first_cell)} \| (.*) \|$", card.text, re.MULTILINE)
     return line.split(" | ")
 
@@ -132,55 +126,42 @@ def test_states_what_is_missing(folder):
     assert "tau: not measured. Speed: not measured." in text
 
 
+def save_report(file, rows, **options):
+    report(rows, ("plain", "prompt_lookup", "dlite"), **options).save(file)
+    return file
+
+
 def test_figures_of_a_report(folder, tmp_path):
-    times = {"plain_tokens": 20, "plain_seconds": 2.0, "drafted_tokens": 30}
+    """Plain needs 11 s for 11 tokens; drafted 5.5 and 22 s. The figures of other methods are no matter of the card."""
+    counters = {"rounds": 4, "emitted": 10, "accepted_per_position": [4, 2]}
     rows = [
-        {"set": "fast", "rounds": 10, "emitted": 30, **times, "drafted_seconds": 1.0, "accepted_per_position": [6, 2]},
-        {"set": "fast", "rounds": 30, "emitted": 40, **times, "drafted_seconds": 2.0, "accepted_per_position": [10]},
-        {"set": "slow", "identical": False, **times, "drafted_seconds": 4.0, "accepted_per_position": []},
+        row(dlite=measurement(seconds=5.5, **counters), prompt_lookup=measurement()),
+        row(task="bfcl", dlite=measurement(seconds=22.0, **counters), prompt_lookup=measurement()),
     ]
-    conditions = {"temperature": 0.0, "thinking": False, "num_draft_tokens": 7, "max_new_tokens": 30, "threads": 2}
-    report = make_report(tmp_path / "report.json", rows, machine="a machine", **conditions)
-    card = create_model_card(folder, [report])
+    conditions = {"thinking": False, "max_new_tokens": 30, "threads": 2, "dtype": "bfloat16", "machine": "a machine"}
+    text = create_model_card(folder, [save_report(tmp_path / "report.json", rows, **conditions)]).text
     assert (
-        "Temperature: 0.0. Thinking mode: off. K: 7. New tokens, at most: 30. Hardware: a machine. Threads: 2. "
-        "torch: not recorded. transformers: not recorded."
-    ) in card.text
-    # Plain 10 tokens/s; drafted 30, 15 and 7.5: pooled 60 / 3 s, and 90 / 7 s over all.
-    assert table_row(card, "fast") == ["2", "2", "1.75", "10.0", "20.0", "2.25x"]
-    assert table_row(card, "slow") == ["1", "0", "2.00", "10.0", "7.5", "0.75x"]
-    assert table_row(card, "all") == ["3", "2", "1.80", "10.0", "12.9", "1.50x"]
-    assert "Slower than plain generation on slow (0.75x)." in card.text
-    assert "Accepted at draft position 1, 2, ... of all rounds: 32%, 4%." in card.text
+        "### bfloat16\n\nMeasured with thinking mode: off; new tokens, at most: 30; machine: a machine; threads: 2; "
+        "torch: not recorded; transformers: not recorded; K of dlite: 7."
+    ) in text
+    card = ModelCard(text)
+    assert table_row(card, "gsm8k | dlite")[:5] == ["1", "2.50", "1.50", "2.00x", "2.22x"]
+    assert table_row(card, "gsm8k | plain")[:2] == ["1", "1.00"]
+    assert "* dlite on bfcl, temperature 0: end to end 0.50x, decoding 0.48x" in text
+    assert "100%, 50%" in text and "* dlite: 2 of 2 outputs are plain generation's." in text
+    assert "prompt_lookup" not in text
 
 
-def test_a_missing_figure_is_not_measured(folder, tmp_path):
-    timed = {"plain_tokens": 20, "plain_seconds": 2.0, "drafted_tokens": 30, "drafted_seconds": 1.0}
-    rows = [{"set": "half", **timed}, {"set": "half"}, {"set": "none", "rounds": 0, "emitted": 0}]
-    card = create_model_card(folder, [make_report(tmp_path / "report.json", rows)])
-    assert table_row(card, "half") == ["2", "2", "2.00", *["not measured"] * 3]
-    assert table_row(card, "none") == ["1", "1", *["not measured"] * 4]
-    assert "Thinking mode: not recorded. K: not recorded." in card.text
-    assert "Slower" not in card.text and "Accepted at" not in card.text and "prefills in chunks" not in card.text
+def test_a_drafter_is_known_by_its_folder_or_by_its_repository(folder, tmp_path):
+    file = save_report(tmp_path / "report.json", [row(dlite=measurement())], checkpoint="published")
+    assert "gsm8k | dlite" in create_model_card(folder, [file], repo_id="owner/published").text
+    with pytest.raises(ValueError, match=r"no drafter 'tiny-DLite', but \['published'\]"):
+        create_model_card(folder, [file])
 
 
-def test_outputs_that_part(folder, tmp_path):
-    part = {"identical": False, "identical_in_chunks": False, "largest_rounding": 0.25}
-    rows = [
-        {**part, "top2_gap": 0.5},
-        {**part, "top2_gap": 0.75},
-        {**part, "top2_gap": None},
-        {"identical_in_chunks": True},
-    ]
-    text = create_model_card(folder, [make_report(tmp_path / "report.json", rows)]).text
-    assert "3 of 4 outputs differ from plain generation's, 1 of them first at a near tie" in text
-    assert "differs from itself on 3 of 4" in text
-
-
-@pytest.mark.parametrize("text", ["rows", "[]", "{}", '{"rows": []}', '{"rows": [1]}', '{"rows": [{"set": "s"}]}'])
-def test_what_is_no_report_is_refused(folder, tmp_path, text):
-    (tmp_path / "report.json").write_text(text)
-    with pytest.raises(ValueError, match="^report.json is no "):
+def test_what_is_no_report_is_refused(folder, tmp_path):
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(ValueError, match="^report.json is no report of `dlite-hf evaluate`"):
         create_model_card(folder, [tmp_path / "report.json"])
 
 

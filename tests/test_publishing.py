@@ -23,6 +23,7 @@ from dlite_hf.model_card import create_model_card
 from dlite_hf.publishing import push_drafter
 from dlite_hf.training_record import TrainingRecord
 
+from .evaluation.reports import measurement, report, row
 from .test_model_card import save_drafter
 from .test_training_record import make_run
 
@@ -233,10 +234,10 @@ def test_command_writes_the_card_again_and_again(folder):
 def test_command_says_what_it_was_not_given(folder, tmp_path, capsys):
     run_command("--drafter", folder)
     assert "neither tau nor speed was measured; `--evaluations" in capsys.readouterr().out
-    report = tmp_path / "report.json"
-    report.write_text('{"rows": [{"set": "s", "identical": true, "rounds": 10, "emitted": 20}]}')
-    run_command("--drafter", folder, "--evaluations", report)
-    assert "measured" not in capsys.readouterr().out
+    file = tmp_path / "report.json"
+    report([row(dlite=measurement(rounds=4, emitted=10))], checkpoint=folder.name).save(file)
+    run_command("--drafter", folder, "--evaluations", file)
+    assert "neither tau nor speed was measured" not in capsys.readouterr().out
     assert "No evaluation" not in (folder / "README.md").read_text()
 
 

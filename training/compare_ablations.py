@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_lossless import read_prompts
 from train_stored import StoredAnchors, StoredArguments, StoredTrainer, make_drafter, most_frequent
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
 from dlite_hf import DLiteForDrafting, DLiteTrainingArguments, speculation_statistics
+from dlite_hf.evaluation.sessions import make_sessions, render_prompt
+from dlite_hf.evaluation.tasks import load_task
 
 
 @dataclass
@@ -41,6 +42,7 @@ ARMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "base: one stage, no history, sequence, r = 128": ({}, {}),
     "two stages": ({}, {"warmup": 0.25}),
     "history 128": (TEACHER, {}),
+    "history 512": ({**TEACHER, "history_window": 512}, {}),
     "feature concat": ({"context_fusion": "feature"}, {}),
     "r = 64": ({"sequential_rank": 64}, {}),
     "r = 256": ({"sequential_rank": 256}, {}),
@@ -62,7 +64,11 @@ class Comparison:
         self.tokenizer = AutoTokenizer.from_pretrained(stored.target)
         self.store = torch.load(stored.store, mmap=True)
         self.heldout = torch.load(comparison.heldout_store, mmap=True)
-        self.prompts = read_prompts(comparison.prompts, 2, self.tokenizer, 1024)
+        self.prompts = [
+            render_prompt(self.tokenizer, session.turns[0].context([]), session.tools)
+            for file in sorted(comparison.prompts.glob("*.jsonl"))
+            for session in make_sessions(load_task(str(file), 2))
+        ]
 
     def train(
         self, model: dict[str, Any], training: dict[str, Any], teacher: DLiteForDrafting | None = None
@@ -101,9 +107,10 @@ class Comparison:
         trainer.store, trainer.data_collator = self.heldout, heldout.collate
         metrics = trainer.evaluate(heldout)
         with speculation_statistics() as statistics:
-            for _, _, inputs in self.prompts:
+            for prompt_ids in self.prompts:
                 self.target.generate(
-                    **inputs,
+                    prompt_ids,
+                    attention_mask=torch.ones_like(prompt_ids),
                     assistant_model=trainer.drafter.eval(),
                     max_new_tokens=self.comparison.new_tokens,
                     do_sample=False,

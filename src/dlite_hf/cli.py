@@ -7,7 +7,7 @@ import dis
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
@@ -39,6 +39,10 @@ COMMANDS = {
         ("TrainArguments", "DLiteTrainingArguments", "EstimateArguments"),
         implies={"estimate": "use_cpu"},  # an estimate of bfloat16 on an accelerator needs none
     ),
+    "trace": Command("shows one generation with a drafter as a web page", ("TraceArguments",)),
+    "evaluate": Command(
+        "measures what drafters gain over plain generation and other ways to draft", ("EvaluateArguments",)
+    ),
     "card": Command("writes the model card of a finished run", ("CardArguments",)),
 }
 
@@ -55,6 +59,19 @@ class _Parser(HfArgumentParser):
         for action in self._actions:
             if action.dest in lists:
                 action.nargs = "*"  # of `str | list[str]` it would take one value, and of a list not none
+        for base in {base: None for each in argument_classes for base in each.__mro__[1:] if is_dataclass(base)}:
+            self._list_last(
+                f"{base.__module__.partition('.')[0]}.{base.__name__}", {each.name for each in fields(base)}
+            )
+
+    def _list_last(self, title: str, names: Collection[str]) -> None:
+        """What a command's arguments inherit from elsewhere, under a heading of its own."""
+        inherited = self.add_argument_group(title)
+        for group in self._action_groups:
+            actions = group._group_actions
+            if group is not inherited:
+                inherited._group_actions += [each for each in actions if each.dest in names]
+                actions[:] = [each for each in actions if each.dest not in names]
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -72,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith(f"{__package__}."):
             raise
-        return _report(f'{error}; pip install "dlite-hf[train,regenerate]" installs what the commands need.')
+        return _report(f'{error}; pip install "dlite-hf[regenerate,evaluate]" installs what the commands need.')
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         module = _raised_in(error) or ""
         told = module.startswith(f"{__package__}.") or (bool(module) and isinstance(error, ImportError))

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
@@ -14,7 +13,9 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
 
 from .configuration_dlite import DLiteConfig
-from .evaluation_report import NOT_MEASURED, NOT_RECORDED, make_report_section, make_table, read_report
+from .evaluation.markdown import NOT_MEASURED, NOT_RECORDED, make_table
+from .evaluation.report import Report
+from .evaluation.views import card
 from .training_record import TrainingRecord, TrainingRun, is_local_path, without_folders
 
 
@@ -56,7 +57,8 @@ def create_model_card(
 
     Args:
         folder: a drafter as `save_pretrained` writes it; a training record beside it is read where there is one.
-        evaluations: JSON reports of `training/check_lossless.py`.
+        evaluations: JSON reports of `dlite-hf evaluate` that measured this drafter, known by the last part of its
+            folder or of its id on the Hub.
         repo_id: the drafter's id on the Hub; the folder's name by default.
         base_model: the target's id on the Hub; by default what the configuration names.
         license: the drafter's licence as the Hub spells it, such as `apache-2.0`; the card states none by default.
@@ -65,7 +67,7 @@ def create_model_card(
 
     Raises:
         ValueError: if an id is none that the Hub allows, if the target is known only by a folder, or if a file has
-            another shape.
+            another shape, or if a report measures other drafters.
         FileNotFoundError: if the folder holds no weights, or a report does not exist.
     """
     folder = Path(folder)
@@ -84,7 +86,7 @@ def create_model_card(
         raise ValueError(f"`license` is {license!r}, but must be an identifier of the Hub, such as 'apache-2.0'.")
 
     runs = TrainingRecord.load(folder).runs if TrainingRecord.exists(folder) else []
-    reports = [read_report(file) for file in evaluations]
+    reports = [_of_drafter(Report.load(file), folder, repo_id) for file in evaluations]
     data = ModelCardData(
         license=license,
         library_name=LIBRARY_NAME,
@@ -236,16 +238,16 @@ def _run_data(run: TrainingRun) -> str:
     return make_table(["data", "conversations", "supervised tokens", "licences", "sources"], rows)
 
 
-def _evaluation(reports: list[dict[str, Any]]) -> str:
+def _of_drafter(report: Report, folder: Path, repo_id: str) -> Report:
+    """What a report has of the drafter, by the name of its folder or else by that of its repository."""
+    name, published = folder.resolve().name, repo_id.split("/")[-1]
+    return report.of_drafter(name if name in report.drafters else published)
+
+
+def _evaluation(reports: list[Report]) -> str:
     if not reports:
         return f"No evaluation was given when this card was made. tau: {NOT_MEASURED}. Speed: {NOT_MEASURED}."
-    introduction = (
-        "tau is the number of tokens emitted per verification by the target, pooled over a set's prompts: the bonus, "
-        "the target's own token of a round, is counted, and the prefill's token is not. One sequence a call. A "
-        "speedup is drafted over plain tokens/s of the same prompt in the same run, the median over prompts; a prompt "
-        "is identical when both gave the same tokens."
-    )
-    return "\n\n".join([introduction, *map(make_report_section, reports)])
+    return "\n\n".join(["One sequence a call.", *map(card, reports)])
 
 
 def _limits(config: DLiteConfig, base_model: str, runs: list[TrainingRun], license: str | None) -> str:

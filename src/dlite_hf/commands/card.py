@@ -4,6 +4,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from huggingface_hub import ModelCard
+
 from ..model_card import MARKER, create_model_card
 from ..publishing import name_target, push_drafter
 
@@ -13,9 +15,7 @@ class CardArguments:
     """What a card is made of, and where it goes."""
 
     drafter: str = field(metadata={"help": "Folder of the drafter, as `save_pretrained` writes it."})
-    evaluations: list[str] = field(
-        default_factory=list, metadata={"help": "JSON reports of `training/check_lossless.py`."}
-    )
+    evaluations: list[str] = field(default_factory=list, metadata={"help": "JSON reports of `dlite-hf evaluate`."})
     repo_id: str | None = field(
         default=None, metadata={"help": "The drafter's id on the Hub, owner/name; the folder's name by default."}
     )
@@ -38,6 +38,19 @@ class CardArguments:
     private: bool = field(default=False, metadata={"help": "Make a new repository private."})
 
 
+def make_card(args: CardArguments) -> ModelCard:
+    """The card that the command writes; see [`~dlite_hf.model_card.create_model_card`] for what it raises."""
+    return create_model_card(
+        args.drafter,
+        args.evaluations,
+        repo_id=args.repo_id,
+        base_model=args.base_model,
+        license=args.license,
+        language=args.language,
+        datasets=args.datasets,
+    )
+
+
 def main(args: CardArguments) -> None:
     """Writes `README.md` into the drafter's folder, and the target's id into its `config.json` where that has none.
 
@@ -51,15 +64,7 @@ def main(args: CardArguments) -> None:
     file = Path(args.drafter, "README.md")
     if file.exists() and not args.overwrite and MARKER not in file.read_text(encoding="utf-8"):
         raise ValueError("README.md was not made by this command; pass `--overwrite` to replace it.")
-    card = create_model_card(
-        args.drafter,
-        args.evaluations,
-        repo_id=args.repo_id,
-        base_model=args.base_model,
-        license=args.license,
-        language=args.language,
-        datasets=args.datasets,
-    )
+    card = make_card(args)
     if args.base_model is not None:
         name_target(args.drafter, args.base_model)
     card.save(file)
@@ -71,4 +76,4 @@ def main(args: CardArguments) -> None:
         print(f"Uploaded to {commit.commit_url}.")
 
 
-__all__ = ["CardArguments", "main"]
+__all__ = ["CardArguments", "main", "make_card"]

@@ -1,0 +1,114 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""`dlite-hf evaluate`: what drafters gain over plain generation and over Transformers' own ways to draft."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..evaluation.methods import make_methods
+from ..evaluation.report import Report
+from ..evaluation.runner import evaluate
+from ..evaluation.tasks import load_task
+from .template_kwargs import TEMPLATE_KWARGS_HELP, read_template_kwargs
+
+
+@dataclass
+class EvaluateArguments:
+    """What is compared, on what, and where the report goes."""
+
+    target: str = field(metadata={"help": "Folder or id on the Hub of the target."})
+    tasks: list[str] = field(
+        metadata={
+            "help": "Names of tasks, such as gsm8k, which are loaded from the Hub, or JSON lines files with `turns` "
+            "or `messages`: file.jsonl, or name=file."
+        }
+    )
+    output_dir: str = field(
+        metadata={"help": "A folder for this evaluation alone; one that was killed there goes on where it stopped."}
+    )
+    drafters: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Folders or ids on the Hub, each as name=folder or alone: of DLite drafters, of Transformers' "
+            "DFlash drafters, or of small models with the target's tokenizer."
+        },
+    )
+    methods: list[str] = field(
+        default_factory=lambda: ["plain", "prompt_lookup"],
+        metadata={"help": "Methods without a drafter: plain, prompt_lookup, early_exit=LAYER, mtp."},
+    )
+    num_prompts: int | None = field(
+        default=None, metadata={"help": "The first so many records of each task; all by default."}
+    )
+    max_new_tokens: int = field(default=512, metadata={"help": "Where an answer is cut."})
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Longer prompts are counted and not run; what the target's context holds."}
+    )
+    temperatures: list[float] = field(
+        default_factory=lambda: [0.0], metadata={"help": "Temperatures of the sampling; 0 is greedy."}
+    )
+    dtype: str | None = field(default=None, metadata={"help": "The target's dtype; the checkpoint's by default."})
+    device: str | None = field(default=None, metadata={"help": "Where it runs; the machine's accelerator by default."})
+    seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
+    chat_template_kwargs: str | None = field(default=None, metadata={"help": TEMPLATE_KWARGS_HELP})
+    target_name: str | None = field(
+        default=None, metadata={"help": "What the report calls the target; its id or folder's name by default."}
+    )
+    target_quantization: str | None = field(
+        default=None, metadata={"help": "How the target's weights were quantised, where its folder does not say."}
+    )
+
+    def __post_init__(self) -> None:
+        read_template_kwargs(self.chat_template_kwargs)
+        if not self.tasks:
+            raise ValueError("`tasks` is empty; name a task, such as gsm8k, or a JSON lines file.")
+
+    @property
+    def template_options(self) -> dict[str, Any] | None:
+        """`chat_template_kwargs`, read."""
+        return read_template_kwargs(self.chat_template_kwargs)
+
+
+def main(args: EvaluateArguments) -> None:
+    """Evaluates, and writes `report.json`, `report.md` and plots into `output_dir`.
+
+    Raises:
+        ImportError: if matplotlib is missing, before anything is loaded.
+        OSError: if a folder or a file is missing.
+        ValueError: if a task or a method is unknown, or as [`~dlite_hf.evaluation.evaluate`] does.
+    """
+    import matplotlib  # noqa: F401  # rather now than after hours
+
+    from ..evaluation.plots import save_plots
+
+    tasks = [load_task(task, args.num_prompts) for task in args.tasks]
+    device = args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype or "auto").to(device).eval()
+    result = evaluate(
+        target,
+        AutoTokenizer.from_pretrained(args.target),
+        make_methods(target, args.methods, args.drafters),
+        tasks,
+        args.output_dir,
+        num_prompts=args.num_prompts,
+        max_new_tokens=args.max_new_tokens,
+        max_prompt_tokens=args.max_prompt_tokens,
+        temperatures=args.temperatures,
+        seed=args.seed,
+        chat_template_kwargs=args.template_options,
+        target_name=args.target_name,
+        target_quantization=args.target_quantization,
+    )
+    report, folder = Report(**result), Path(args.output_dir)
+    report.save(folder / "report.json")
+    text = report.to_markdown()
+    (folder / "report.md").write_text(text + "\n", encoding="utf-8")
+    plots = save_plots(report, folder)
+    print(text)
+    print(f"\nWrote report.json, report.md and {len(plots)} plots to {folder}.")
+
+
+__all__ = ["EvaluateArguments", "main"]

@@ -1,0 +1,72 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""Where two greedy outputs part: was it a near tie, which a longer forward's rounding decides?"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where an output parts from plain generation's.
+
+    Args:
+        first_difference: the first token, from 0, in which they differ; where one is the beginning of the other, the
+            length of the shorter.
+        top2_gap: between the target's two best logits there; `None` behind plain generation's end.
+        largest_rounding: by how much the best token's logit moves, at most over all of plain generation's tokens, when
+            the target sees them several a forward rather than one.
+    """
+
+    first_difference: int
+    top2_gap: float | None
+    largest_rounding: float
+
+
+@torch.no_grad()
+def answer_logits(target: PreTrainedModel, prompt_ids: torch.Tensor, answer: Sequence[int], step: int) -> torch.Tensor:
+    """The logits `[tokens, V]` that each token of an answer was chosen from, in float32.
+
+    Args:
+        target: the target.
+        prompt_ids (`torch.LongTensor` of shape `[1, T]`): the prompt, fed at once.
+        answer: the tokens behind it.
+        step: how many of them are fed a forward.
+    """
+    output = target(prompt_ids.to(target.device), logits_to_keep=1)
+    logits, cache = [output.logits[0]], output.cache
+    tokens = torch.tensor([answer[:-1]], dtype=torch.long, device=target.device)
+    for start in range(0, tokens.shape[1], step):
+        logits.append(target(tokens[:, start : start + step], cache=cache).logits[0])
+    return torch.cat(logits).float()
+
+
+def compare(
+    target: PreTrainedModel, prompt_ids: torch.Tensor, plain: Sequence[int], other: Sequence[int], step: int
+) -> dict[str, Any]:
+    """A [`Divergence`] as JSON.
+
+    Args:
+        target: the target.
+        prompt_ids (`torch.LongTensor` of shape `[1, T]`): the prompt.
+        plain: plain generation's answer.
+        other: another one.
+        step: how many tokens its method verifies a forward.
+    """
+    pairs = enumerate(zip(plain, other, strict=False))
+    place = next((i for i, (one, two) in pairs if one != two), min(len(plain), len(other)))
+    single = answer_logits(target, prompt_ids, plain, 1)
+    several = answer_logits(target, prompt_ids, plain, step)
+    best = single.max(dim=-1)
+    rounding = (several.gather(1, best.indices[:, None])[:, 0] - best.values).abs().max()
+    gap = None
+    if place < len(plain):
+        first, second = single[place].topk(2).values.tolist()
+        gap = first - second
+    return asdict(Divergence(place, gap, float(rounding)))
+
+
+__all__ = ["Divergence", "answer_logits", "compare"]

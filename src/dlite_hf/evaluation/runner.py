@@ -1,0 +1,314 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""An evaluation: every prompt under every method, one after the other; it can be killed and taken up again."""
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..training_record import hardware, versions, without_folders
+from .divergence import compare
+from .measuring import Clock, measure, sampling_options
+from .methods import PLAIN, Method, ignored_settings
+from .progress import Progress
+from .sessions import PrefixCache, Session, Turn, make_sessions, render_prompt
+from .tasks import Task
+
+
+WARM_UP_TOKENS = 32
+
+
+def evaluate(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    tasks: Sequence[Task],
+    output_dir: str | os.PathLike,
+    *,
+    num_prompts: int | None = None,
+    max_new_tokens: int = 512,
+    max_prompt_tokens: int | None = None,
+    temperatures: Sequence[float] = (0.0,),
+    seed: int = 0,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    target_name: str | None = None,
+    target_quantization: str | None = None,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """Generates every turn of every session with all methods, and records what each took.
+
+    The methods take turns in being first. Before the first row of a process, and of each temperature, all of them run
+    once unrecorded. Each temperature is a pass of its own. In `output_dir`, `rows.jsonl` gets a line for every turn,
+    and `sessions.jsonl` one for every finished session: a call that was killed goes on with the session that it was
+    in, from that session's start, so that its caches and answers are those of a call that was not.
+
+    On CUDA plain generation uses a static cache, with which Transformers compiles the forward, where that is faster;
+    this is timed once.
+
+    Args:
+        target: the target, in evaluation mode.
+        tokenizer: its tokenizer, with a chat template.
+        methods: those to compare, of which one is plain generation.
+        tasks: what to generate.
+        output_dir: a folder for the evaluation alone.
+        num_prompts: takes the first so many records of each task; by default all.
+        max_new_tokens: where an answer is cut.
+        max_prompt_tokens: a turn whose prompt is longer, or leaves no room for the answer, is counted and not run.
+        temperatures: 0 is greedy.
+        seed: of sampling; every turn has its own, the same for all methods.
+        chat_template_kwargs: for the chat template, such as `{"enable_thinking": False}`.
+        target_name: by default the folder or id that it was loaded from; of a folder only the last name is kept.
+        target_quantization: how its weights were quantised; by default what the target says.
+        clock: tells the time in seconds.
+
+    Returns:
+        `conditions`, `methods` and `rows`, the parts of a report.
+
+    Raises:
+        ValueError: if the target is in training mode, an argument makes no sense, `output_dir` holds an evaluation
+            under other conditions, or no prompt fits.
+    """
+    _check(target, methods, tasks, temperatures, {"max_new_tokens": max_new_tokens, "num_prompts": num_prompts})
+    tasks = [replace(task, records=task.records[:num_prompts]) for task in tasks]
+    conditions = {
+        "target": {
+            "name": without_folders(target_name or target.config.name_or_path),
+            "parameters": target.num_parameters(),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "quantization": target_quantization or _quantization(target),
+        },
+        "machine": hardware(target.device),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        **{name: version for name, version in versions().items() if name in ("torch", "transformers", "dlite_hf")},
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "temperatures": list(temperatures),
+        "thinking": (chat_template_kwargs or {}).get("enable_thinking"),
+        "chat_template_kwargs": chat_template_kwargs,
+        "generation": {
+            "used": {str(temperature): sampling_options(temperature) for temperature in temperatures},
+            "eos_token_id": target.generation_config.eos_token_id,
+            "ignored": ignored_settings(target.generation_config),  # what the target's own configuration says
+        },
+        "max_new_tokens": max_new_tokens,
+        "max_prompt_tokens": max_prompt_tokens,
+        "num_prompts": num_prompts,
+        "seed": seed,
+        "tasks": [
+            {name: getattr(task, name) for name in ("name", "category", "source", "revision", "file", "sha256")}
+            | {"records": len(task.records)}
+            for task in tasks
+        ],
+    }
+    room = _prompt_room(target, max_new_tokens, max_prompt_tokens)
+    sessions = [session for task in tasks for session in make_sessions(task)]
+    progress = Progress.open(Path(output_dir), conditions, methods)
+    run = _Run(target, tokenizer, sessions, progress, room, max_new_tokens, seed, chat_template_kwargs, clock)
+    total = len(temperatures) * sum(len(session.turns) for session in sessions)
+    with logging.tqdm(total=total, desc="Evaluating", unit="turn") as bar:
+        for temperature in temperatures:
+            run.is_warm = False
+            for session in sessions:
+                if not progress.is_finished((session.task, session.id, temperature)):
+                    run.run_session(session, temperature)
+                bar.update(len(session.turns))
+    if not progress.rows:
+        raise ValueError(f"No prompt has at most {room} tokens; give shorter ones, or raise `max_prompt_tokens`.")
+    return progress.finish()
+
+
+def _check(
+    target: PreTrainedModel,
+    methods: Sequence[Method],
+    tasks: Sequence[Task],
+    temperatures: Sequence[float],
+    limits: dict[str, int | None],
+) -> None:
+    if target.training:
+        raise ValueError("The target is in training mode, so dropout may run; call `target.eval()`.")
+    names = [method.name for method in methods]
+    if len(set(names)) < len(names) or [method.name for method in methods if method.kind == PLAIN] != [PLAIN]:
+        raise ValueError(f"The methods are {names}; give every method its own name, and {PLAIN!r} among them.")
+    task_names = [task.name for task in tasks]
+    if not tasks or len(set(task_names)) < len(task_names):
+        raise ValueError(f"The tasks are {task_names}; give at least one, and every task its own name.")
+    if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
+        raise ValueError(f"`temperatures` is {list(temperatures)}; give at least one, none twice, none below 0.")
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise ValueError(f"`{name}` is {limit}, but must be at least 1.")
+
+
+def _quantization(target: PreTrainedModel) -> str | None:
+    method = getattr(target, "quantization_method", None)
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def _prompt_room(target: PreTrainedModel, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
+    """How many tokens a prompt may have."""
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    rooms = [each for each in (max_prompt_tokens, context and context - max_new_tokens) if each is not None]
+    if rooms and min(rooms) < 1:
+        raise ValueError(
+            f"`max_new_tokens` {max_new_tokens} and `max_prompt_tokens` {max_prompt_tokens} leave no room for a "
+            f"prompt in a context of {context} tokens; lower the one or raise the other."
+        )
+    return min(rooms, default=2**31)
+
+
+@dataclass
+class _Run:
+    """One process's part of an evaluation."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    sessions: list[Session]
+    progress: Progress
+    room: int
+    max_new_tokens: int
+    seed: int
+    chat_template_kwargs: dict[str, Any] | None
+    clock: Clock
+    is_warm: bool = False
+
+    @property
+    def num_warm_up_tokens(self) -> int:
+        return min(WARM_UP_TOKENS, self.max_new_tokens)
+
+    def run_session(self, session: Session, temperature: float) -> None:
+        """Every turn of a session that fits, under all methods."""
+        caches = {method.name: PrefixCache() for method in self.progress.methods if method.keeps_cache}
+        answers: list[str] = []
+        num_rows = 0
+        for turn, prompt_ids in self._prompts(session, answers):
+            if not self.is_warm:
+                self._warm_up(prompt_ids, temperature)
+            row, plain = self._run_turn(session, turn, prompt_ids, temperature, caches)
+            self.progress.add_row(row)
+            answers.append(self.tokenizer.decode(plain, skip_special_tokens=True))
+            num_rows += 1
+        self.progress.finish_session((session.task, session.id, temperature), num_rows, len(session.turns) - num_rows)
+
+    def _prompts(self, session: Session, answers: list[str]) -> Iterator[tuple[Turn, torch.Tensor]]:
+        """The turns whose prompt `[1, T]` fits; `answers`, plain generation's, grows meanwhile."""
+        for turn in session.turns:
+            if turn.is_live and len(answers) < turn.index:  # an earlier one did not fit, nor does any after it
+                return
+            context = turn.context(answers)
+            prompt_ids = render_prompt(self.tokenizer, context, session.tools, self.chat_template_kwargs)
+            if prompt_ids.shape[1] <= self.room:
+                yield turn, prompt_ids
+
+    def _run_turn(
+        self,
+        session: Session,
+        turn: Turn,
+        prompt_ids: torch.Tensor,
+        temperature: float,
+        caches: dict[str, PrefixCache],
+    ) -> tuple[dict[str, Any], list[int]]:
+        """The row of a turn, and plain generation's answer."""
+        methods = self.progress.methods
+        shift = len(self.progress.rows) % len(methods)
+        order = [*methods[shift:], *methods[:shift]]
+        measurements, tokens = {}, {}
+        for method in order:
+            kept = caches.get(method.name)
+            cache, cached_tokens = kept.prepare(prompt_ids, self.max_new_tokens) if kept is not None else (None, 0)
+            measurement, output = measure(
+                self.target,
+                method,
+                prompt_ids,
+                max_new_tokens=self.max_new_tokens,
+                temperature=temperature,
+                seed=zlib.crc32(json.dumps([self.seed, session.task, session.id, turn.index]).encode()),
+                cache=cache,
+                cached_tokens=cached_tokens,
+                clock=self.clock,
+            )
+            if kept is not None:
+                kept.keep(output.sequences, output.cache)
+            measurements[method.name] = asdict(measurement)
+            tokens[method.name] = output.sequences[0, prompt_ids.shape[1] :].tolist()
+        others = [method for method in methods if method.kind != PLAIN and temperature == 0]
+        plain = tokens[PLAIN]
+        row = {
+            "task": session.task,
+            "id": session.id,
+            "turn": turn.index,
+            "temperature": temperature,
+            "prompt_tokens": prompt_ids.shape[1],
+            "order": [method.name for method in order],
+            "measurements": {method.name: measurements[method.name] for method in methods},
+            "identical": {method.name: tokens[method.name] == plain for method in others},
+            "divergence": {
+                method.name: compare(
+                    self.target, prompt_ids, plain, tokens[method.name], (method.num_draft_tokens or 0) + 1
+                )
+                for method in others
+                if tokens[method.name] != plain
+            },
+        }
+        return row, plain
+
+    def _warm_up(self, prompt_ids: torch.Tensor, temperature: float) -> None:
+        if not self.progress.has_chosen:
+            self._choose_plain_cache(prompt_ids)
+        for method in self.progress.methods:
+            self._timed(method, prompt_ids, temperature)
+        self.is_warm = True
+
+    def _choose_plain_cache(self, prompt_ids: torch.Tensor) -> None:
+        """Lets plain generation have the faster cache; only on CUDA does Transformers compile for a static one."""
+        plain = next(method for method in self.progress.methods if method.kind == PLAIN)
+        if self.target.device.type == "cuda" and not plain.settings:
+            length = self._longest_prompt() + self.max_new_tokens  # of one size, so that it compiles once
+            static = replace(plain, settings={"cache_implementation": "static", "max_cache_len": length})
+            seconds = []
+            for each in (plain, static):
+                self._timed(each, prompt_ids, 0.0)  # compiles
+                seconds.append(self._timed(each, prompt_ids, 0.0))
+            name, plain = ("static", static) if seconds[1] < seconds[0] else ("dynamic", plain)
+            dynamic, compiled = (f"{each:.3f} s" for each in seconds)
+            note = (
+                f"{self.num_warm_up_tokens} tokens took {dynamic} with a dynamic cache, {compiled} with a static one "
+                f"and a compiled forward; the {name} one is used."
+            )
+            plain = replace(plain, note=note)
+        self.progress.choose_plain(plain)
+
+    def _longest_prompt(self) -> int:
+        """The most tokens that a prompt of these sessions can have, if earlier answers are as long as they may be."""
+        longest = 0
+        for session in self.sessions:
+            for turn in session.turns:
+                context = turn.context([""] * turn.index)
+                prompt_ids = render_prompt(self.tokenizer, context, session.tools, self.chat_template_kwargs)
+                length = prompt_ids.shape[1]
+                if length <= self.room:
+                    earlier = turn.index * self.max_new_tokens if turn.is_live else 0
+                    longest = max(longest, min(length + earlier, self.room))
+        return longest
+
+    def _timed(self, method: Method, prompt_ids: torch.Tensor, temperature: float) -> float:
+        measurement, _ = measure(
+            self.target,
+            method,
+            prompt_ids,
+            max_new_tokens=self.num_warm_up_tokens,
+            temperature=temperature,
+            seed=self.seed,
+            clock=self.clock,
+        )
+        return measurement.seconds
+
+
+__all__ = ["evaluate"]

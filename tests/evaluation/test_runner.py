@@ -1,0 +1,388 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""Evaluations of a scripted target by a scripted clock: what is counted, in which order, and after a kill."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig
+
+from dlite_hf import evaluation
+from dlite_hf.evaluation import metrics, runner
+from dlite_hf.evaluation.methods import Method, make_methods
+from dlite_hf.evaluation.report import Report
+from dlite_hf.evaluation.runner import evaluate
+from dlite_hf.evaluation.tasks import Task
+from dlite_hf.generation.statistics import running_statistics
+
+from ..replay import make_replay_drafter
+from ..targets import make_chatml_tokenizer, make_drafter, make_target
+
+
+FIRST_SECONDS, PLAIN_SECONDS = 2.0, 0.5  # of a call's first forward, and of each after it
+END = 1  # of a turn, for `make_chatml_tokenizer`
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing catches it."""
+
+
+class ScriptedTarget:
+    """Answers as it is told: `rounds` for each method and prompt are the tokens that each of its forwards emits.
+
+    The time passes while it works, and never elsewhere.
+    """
+
+    training = False
+    dtype = torch.float32
+    device = torch.device("cpu")
+    generation_config = GenerationConfig(eos_token_id=END, repetition_penalty=1.5)
+
+    def __init__(self, script, context=4096, round_seconds=0.25):
+        self.script, self.round_seconds = script, round_seconds
+        self.config = LlamaConfig(max_position_embeddings=context, name_or_path="somewhere/scripted")
+        self.now = 0.0
+        self.calls = []
+        self.kill_at = None
+
+    def clock(self):
+        return self.now
+
+    def num_parameters(self):
+        return 1000
+
+    def generate(self, input_ids, attention_mask, streamer, max_new_tokens, method="plain", **options):
+        if len(self.calls) == self.kill_at:
+            raise Killed
+        self.calls.append((method, input_ids[0].tolist(), max_new_tokens))
+        streamer.put(input_ids)
+        rounds = self.script(method, input_ids[0].tolist(), max_new_tokens)
+        for number, tokens in enumerate(rounds):
+            self.now += FIRST_SECONDS if number == 0 else PLAIN_SECONDS if method == "plain" else self.round_seconds
+            streamer.put(torch.tensor(tokens))
+            if number and method == "dlite" and (statistics := running_statistics()) is not None:
+                statistics.num_rounds += 1
+                statistics.num_drafted_tokens += 4
+                is_cut = len(tokens) > 1 and tokens[-1] == END  # an accepted draft token ended the turn
+                statistics.token_origins += range(1, len(tokens) + 1) if is_cut else [*range(1, len(tokens)), 0]
+        answer = torch.tensor([sum(rounds, [])])
+        cache = SimpleNamespace(get_seq_length=lambda: input_ids.shape[1], is_croppable=False, is_compileable=False)
+        return SimpleNamespace(sequences=torch.cat([input_ids, answer], dim=1), cache=cache)
+
+
+PLAIN = Method("plain", "plain")
+DLITE = Method("dlite", "dlite", {"method": "dlite"}, num_draft_tokens=4)
+STOCK = Method("stock", "assistant", {"method": "stock"}, num_draft_tokens=4)
+
+
+def make_task(*texts, name="toy"):
+    records = [{"id": f"r{i}", "turns": [text] if isinstance(text, str) else text} for i, text in enumerate(texts)]
+    return Task(name, "general", records, file="toy.jsonl", sha256="0" * 64)
+
+
+def in_rounds(tokens, *lengths):
+    """`tokens` in parts of these lengths."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def run(target, methods, tasks, folder, **options):
+    return evaluate(target, make_chatml_tokenizer(), methods, tasks, folder, clock=target.clock, **options)
+
+
+def test_tau_is_emitted_tokens_over_verifications(tmp_path):
+    """Scenario 25: pooled over all rounds of all prompts, no prefill's token, the last round as it was cut."""
+    answer = list(range(40, 49)) + [END]
+    lengths = {
+        # The last round of "a" is cut at the end of the turn, which was drafted.
+        "a": {"dlite": (1, 5, 4), "stock": (3, 5, 2)},
+        "b": {"dlite": (1,) * 10, "stock": (1, 4, 4, 1)},
+    }
+
+    def script(method, prompt, max_new_tokens):
+        which = "b" if make_chatml_tokenizer().convert_tokens_to_ids("b") in prompt else "a"
+        return in_rounds(answer, *([1] * 10 if method == "plain" else lengths[which][method]))
+
+    result = run(ScriptedTarget(script), [PLAIN, DLITE, STOCK], [make_task("a", "b")], tmp_path)
+    first, second = result["rows"]
+    assert [first["measurements"][name]["accepted_per_position"] for name in ("dlite", "stock")] == [
+        [2, 2, 2, 2],
+        [2, 1, 1, 1],
+    ]
+    assert [row["measurements"]["stock"]["prefill_tokens"] for row in (first, second)] == [3, 1]
+    figures = {name: metrics.tau(result["rows"], name).value for name in ("plain", "dlite", "stock")}
+    assert figures == {"plain": 1.0, "dlite": (9 + 9) / (2 + 9), "stock": (7 + 9) / (2 + 3)}
+    # Accepted only is another figure.
+    assert metrics.accepted(result["rows"], "dlite") == (8 + 0) / (2 + 9)
+    assert first["identical"] == {"dlite": True, "stock": True} and first["divergence"] == {}
+
+
+def fixed_script(method, prompt, max_new_tokens):
+    """Six tokens, alike for all methods; which they are depends on the prompt."""
+    answer = [40 + sum(prompt) % 7 + i for i in range(6)]
+    return in_rounds(answer, *{"plain": (1,) * 6, "dlite": (1, 3, 2), "stock": (2, 4)}[method])
+
+
+def test_figures_that_cannot_flatter(tmp_path, monkeypatch):
+    """Scenario 26: warm-up in no row, interleaved, other lengths flagged, slower is slower, missing is null."""
+
+    def script(method, prompt, max_new_tokens):
+        rounds = fixed_script(method, prompt, max_new_tokens)
+        return rounds[:-1] if method == "stock" else rounds + [[50]] * 9 * (method == "dlite")
+
+    monkeypatch.setattr(runner, "compare", lambda *arguments: {"first_difference": 2})
+    target = ScriptedTarget(script)
+    result = run(target, [PLAIN, DLITE, STOCK], [make_task("a", "b", "c", "d")], tmp_path)
+    warm_up, calls = target.calls[:3], [call[0] for call in target.calls[3:]]
+    assert {(name, limit) for name, _, limit in warm_up} == {(name, 32) for name in ("plain", "dlite", "stock")}
+    orders = [["plain", "dlite", "stock"], ["dlite", "stock", "plain"], ["stock", "plain", "dlite"]]
+    assert [row["order"] for row in result["rows"]] == [*orders, orders[0]]
+    assert calls == sum(orders, []) + orders[0]
+    for row in result["rows"]:
+        plain, stock = row["measurements"]["plain"], row["measurements"]["stock"]
+        assert (plain["first_token_seconds"], plain["seconds"]) == (2.0, 2.0 + 5 * PLAIN_SECONDS)
+        assert (stock["drafted"], stock["drafting_seconds"], stock["peak_bytes"]) == (None, None, None)
+        assert row["identical"] == {"dlite": False, "stock": False}
+        assert row["divergence"] == dict.fromkeys(("dlite", "stock"), {"first_difference": 2})
+    # Both emit another number of tokens than plain generation, so no speedup is theirs.
+    assert len(metrics.flagged_rows(result["rows"], "dlite")) == 4
+    assert metrics.speedup(result["rows"], "dlite") is metrics.speedup(result["rows"], "stock") is None
+
+
+def test_below_one_is_printed_as_such_with_the_conditions(tmp_path):
+    target = ScriptedTarget(lambda *arguments: [[40 + i] for i in range(6)], round_seconds=1.4)
+    result = run(target, [PLAIN, DLITE], [make_task("a", "b")], tmp_path)
+    assert metrics.speedup(result["rows"], "dlite").value == pytest.approx((2 + 5 * 0.5) / (2 + 5 * 1.4))
+    assert "0.50x" in Report(**result).to_markdown()
+    conditions = result["conditions"]
+    assert conditions["target"] == {
+        "name": "somewhere/scripted",
+        "parameters": 1000,
+        "dtype": "float32",
+        "quantization": None,
+    }
+    for name in ("machine", "device", "threads", "torch", "transformers", "dlite_hf", "dtype", "started_at"):
+        assert conditions[name] is not None
+    assert (conditions["thinking"], conditions["max_new_tokens"], conditions["temperatures"]) == (None, 512, [0.0])
+    assert conditions["generation"] == {
+        "used": {"0.0": {"do_sample": False}},
+        "eos_token_id": END,
+        "ignored": {"repetition_penalty": 1.5},
+    }
+    (task,) = conditions["tasks"]
+    assert (task["name"], task["category"], task["records"], task["file"]) == ("toy", "general", 2, "toy.jsonl")
+
+
+def test_long_prompts_are_counted_and_not_run(tmp_path):
+    target = ScriptedTarget(fixed_script, context=60)
+    tasks = [make_task("a" * 200, ["b", "c" * 200, "d"]), make_task("e", name="other")]
+    result = run(target, [PLAIN, DLITE], tasks, tmp_path, max_new_tokens=10)
+    assert [(row["task"], row["id"], row["turn"]) for row in result["rows"]] == [("toy", "r1", 0), ("other", "r0", 0)]
+    assert result["conditions"]["skipped_turns"] == {"toy": 3, "other": 0}
+    with pytest.raises(ValueError, match="No prompt has at most 50 tokens"):
+        run(target, [PLAIN, DLITE], [make_task("a" * 200)], tmp_path / "other", max_new_tokens=10)
+    # A replayed turn that does not fit says nothing of the next one: here the limit is the caller's.
+    record = {"id": "m", "messages": [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]}
+    task = Task("replayed", "agent", [record])
+    result = run(target, [PLAIN, DLITE], [task], tmp_path / "replayed", max_new_tokens=10, max_prompt_tokens=40)
+    assert [row["turn"] for row in result["rows"]] == [0] and result["conditions"]["skipped_turns"] == {"replayed": 1}
+
+
+def test_all_methods_see_plain_answers_of_earlier_turns(tmp_path):
+    def script(method, prompt, max_new_tokens):
+        return [[50]] if method == "plain" else [[60]]
+
+    target = ScriptedTarget(script)
+    sampled = {"temperatures": [1.0], "num_prompts": 1}
+    result = run(target, [PLAIN, DLITE], [make_task(["a", "b"], "c")], tmp_path, **sampled)
+    assert [(row["turn"], row["identical"], row["divergence"]) for row in result["rows"]] == [(0, {}, {}), (1, {}, {})]
+    prompts = {tuple(prompt) for _, prompt, limit in target.calls if limit == 512}
+    assert len(prompts) == 2
+    assert 50 in max(prompts, key=len) and 60 not in max(prompts, key=len)
+
+
+def without_times_of_day(result):
+    days = ("started_at", "finished_at")
+    conditions = {name: value for name, value in result["conditions"].items() if name not in days}
+    return {**result, "conditions": conditions}
+
+
+@pytest.mark.parametrize("kill_at", range(2, 26, 3))
+def test_a_killed_evaluation_goes_on(tmp_path, kill_at):
+    """Killed anywhere, with a torn line left behind: the same rows as without."""
+    tasks = [make_task(["a", "b", "c"], "d"), make_task(["e", "f"], name="other")]
+    options = {"temperatures": [0.0, 1.0]}
+    whole = run(ScriptedTarget(fixed_script), [PLAIN, DLITE], tasks, tmp_path / "whole", **options)
+    target, folder = ScriptedTarget(fixed_script), tmp_path / "killed"
+    target.kill_at = kill_at
+    with pytest.raises(Killed):
+        run(target, [PLAIN, DLITE], tasks, folder, **options)
+    for name in ("rows.jsonl", "sessions.jsonl"):
+        with (folder / name).open("a") as lines:
+            lines.write('{"task": "toy", "id"')
+    target.kill_at = None
+    resumed = run(target, [PLAIN, DLITE], tasks, folder, **options)
+    assert without_times_of_day(resumed) == without_times_of_day(whole)
+    assert (folder / "rows.jsonl").read_text() == (tmp_path / "whole" / "rows.jsonl").read_text()
+    # Another call has nothing left to do.
+    calls = len(target.calls)
+    assert without_times_of_day(run(target, [PLAIN, DLITE], tasks, folder, **options)) == without_times_of_day(whole)
+    assert len(target.calls) == calls and resumed["conditions"]["started_at"]
+
+
+def counts_of(result):
+    """The rows without what a real clock says."""
+    return [
+        {
+            **row,
+            "measurements": {
+                m: {k: v for k, v in each.items() if "seconds" not in k} for m, each in row["measurements"].items()
+            },
+        }
+        for row in result["rows"]
+    ]
+
+
+def test_a_real_target_killed_within_a_session(tmp_path, monkeypatch):
+    """Its caches after the kill are those of a run that went through, and the target is left as it was."""
+    target, tokenizer = make_target("llama"), make_chatml_tokenizer()
+    drafter = make_replay_drafter(make_drafter(target, num_draft_tokens=3), num_right=2)
+    drafter.replay(target, torch.arange(2, 60)[None])
+    methods = [*make_methods(target), Method("dlite", "dlite", assistant=drafter, num_draft_tokens=3)]
+    messages = [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, "abcdef", strict=True)
+    ]
+    task = Task("agent", "agent", [{"id": "m", "messages": messages}])
+    before, generate, calls = dict(vars(target)), type(target).generate, []
+    whole = evaluate(target, tokenizer, methods, [task], tmp_path / "whole", max_new_tokens=8)
+    assert [row["measurements"]["plain"]["cached_tokens"] for row in whole["rows"]][0] == 0
+    for row in whole["rows"][1:]:
+        cached = {name: each["cached_tokens"] for name, each in row["measurements"].items()}
+        assert cached["plain"] == cached["dlite"] > 0 == cached["prompt_lookup"]
+        assert set(row["identical"].values()) == {True}
+
+    def kill_at_the_second_turn(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 8:  # three calls warm up, three are the first turn's
+            raise Killed
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(type(target), "generate", kill_at_the_second_turn)
+    for is_killed in (True, False):
+        if is_killed:
+            with pytest.raises(Killed):
+                evaluate(target, tokenizer, methods, [task], tmp_path / "killed", max_new_tokens=8)
+        else:
+            resumed = evaluate(target, tokenizer, methods, [task], tmp_path / "killed", max_new_tokens=8)
+    assert counts_of(resumed) == counts_of(whole)
+    assert vars(target) == before
+
+
+@pytest.mark.parametrize(("static_seconds", "chosen"), [(1.0, "static"), (3.0, "dynamic")])
+def test_plain_generation_has_the_faster_cache_on_cuda(tmp_path, monkeypatch, static_seconds, chosen):
+    target, calls = ScriptedTarget(fixed_script), []
+    monkeypatch.setattr(runner, "hardware", lambda device: "a GPU")
+    measure = runner.measure
+
+    def measure_on_cuda(target, method, prompt_ids, **options):
+        calls.append(method.settings)
+        target.device = torch.device("cpu")
+        settings = {} if method.kind == "plain" else method.settings
+        measurement, output = measure(target, replace(method, settings=settings), prompt_ids, **options)
+        target.device = torch.device("cuda")
+        return replace(measurement, seconds=static_seconds if "max_cache_len" in method.settings else 2.0), output
+
+    monkeypatch.setattr(runner, "measure", measure_on_cuda)
+    target.device = torch.device("cuda")
+    # The longest prompt that can fit: one is too long, and an answer before the last one may have 10 tokens.
+    tasks = [make_task("a", "a" * 200, ["b", "c"])]
+    options = {"max_new_tokens": 10, "max_prompt_tokens": 100}
+    result = run(target, [PLAIN, DLITE], tasks, tmp_path, **options)
+    messages = [{"role": role, "content": text} for role, text in (("user", "b"), ("assistant", ""), ("user", "c"))]
+    longest = make_chatml_tokenizer().apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    static = {"cache_implementation": "static", "max_cache_len": len(longest) + 10 + 10}
+    assert calls[:4] == [{}, {}, static, static]
+    (plain, _) = result["methods"]
+    assert plain["settings"] == (static if chosen == "static" else {})
+    assert plain["note"] == (
+        f"10 tokens took 2.000 s with a dynamic cache, {static_seconds:.3f} s with a static one and a compiled "
+        f"forward; the {chosen} one is used."
+    )
+    # Another call keeps the choice, and times nothing.
+    del calls[:]
+    again = run(target, [PLAIN, DLITE], tasks, tmp_path, **options)
+    assert not calls and again["methods"] == result["methods"]
+
+
+def test_other_conditions_are_refused(tmp_path):
+    target, tasks = ScriptedTarget(fixed_script), [make_task("a", "b")]
+    run(target, [PLAIN, DLITE], tasks, tmp_path)
+
+    def refuse(message, methods=(PLAIN, DLITE), tasks=tasks, **options):
+        with pytest.raises(ValueError, match=message):
+            run(target, list(methods), tasks, tmp_path, **options)
+
+    refuse(f"{tmp_path} holds an evaluation with `max_new_tokens` 512, but this one has 8; name", max_new_tokens=8)
+    refuse("`seed` 0, but this one has 1", seed=1)
+    refuse(
+        r"`thinking` None, but this one has False|`chat_template_kwargs`",
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    refuse("`methods`", methods=(PLAIN, STOCK))
+    refuse("`tasks`", tasks=[make_task("a", "b", "c")])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        refuse("`machine`|`threads`")
+    finally:
+        torch.set_num_threads(threads)
+    (tmp_path / "conditions.json").unlink()
+    refuse("holds rows.jsonl, but not conditions.json")
+
+
+def test_files_that_do_not_fit_together_are_refused(tmp_path):
+    target = ScriptedTarget(fixed_script)
+    run(target, [PLAIN, DLITE], [make_task(["a", "b"])], tmp_path)
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text(rows[0])
+    with pytest.raises(ValueError, match="holds 1 rows of 'r0', but sessions.jsonl says 2"):
+        run(target, [PLAIN, DLITE], [make_task(["a", "b"])], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"methods": [DLITE]}, r"The methods are \['dlite'\]; give every method its own name, and 'plain'"),
+        ({"methods": [PLAIN, DLITE, DLITE]}, "every method its own name"),
+        ({"tasks": []}, r"The tasks are \[\]"),
+        ({"tasks": [make_task("a"), make_task("b")]}, "every task its own name"),
+        ({"temperatures": []}, "`temperatures` is"),
+        ({"temperatures": [-1.0]}, "`temperatures` is"),
+        ({"temperatures": [1.0, 1.0]}, "none twice"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` is 0"),
+        ({"num_prompts": 0}, "`num_prompts` is 0"),
+        ({"max_new_tokens": 4096}, "`max_new_tokens` 4096 and `max_prompt_tokens` None leave no room"),
+    ],
+)
+def test_refused_arguments(tmp_path, options, message):
+    arguments = {"methods": [PLAIN, DLITE], "tasks": [make_task("a")], **options}
+    with pytest.raises(ValueError, match=message):
+        run(ScriptedTarget(fixed_script), arguments.pop("methods"), arguments.pop("tasks"), tmp_path, **arguments)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_target_in_training_mode_is_refused(tmp_path):
+    target = ScriptedTarget(fixed_script)
+    target.training = True
+    with pytest.raises(ValueError, match="target is in training mode"):
+        run(target, [PLAIN, DLITE], [make_task("a")], tmp_path)
+    assert json.dumps(PLAIN.describe())
+
+
+def test_the_public_names():
+    assert all(getattr(evaluation, name) is not None for name in evaluation.__all__)
+    assert evaluation.evaluate is evaluate and set(evaluation._LAZY) == set(evaluation.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        evaluation.nothing  # noqa: B018

@@ -1,0 +1,82 @@
+# Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
+"""`dlite-hf evaluate`, from folders to a report."""
+
+import json
+import sys
+
+import pytest
+
+from dlite_hf import cli
+from dlite_hf.evaluation.report import Report
+
+from .targets import make_chatml_tokenizer, make_drafter, make_target
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target, a drafter for it, and two tasks."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    target = make_target("llama")
+    target.generation_config.update(do_sample=True, top_k=20, pad_token_id=0)
+    target.save_pretrained(folder / "target")
+    make_chatml_tokenizer().save_pretrained(folder / "target")
+    make_drafter(target).save_pretrained(folder / "drafter")
+    short = [{"id": str(i), "turns": [text]} for i, text in enumerate(("one one one", "two", "three"))]
+    messages = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
+    (folder / "short.jsonl").write_text("".join(json.dumps(record) + "\n" for record in short))
+    (folder / "agent.jsonl").write_text(json.dumps({"id": "m", "messages": messages}) + "\n")
+    return folder
+
+
+def test_a_recipe_and_its_report(folder, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"target: {folder}/target\ntasks: ['{folder}/short.jsonl', 'sessions={folder}/agent.jsonl']\n"
+        f"drafters: dlite={folder}/drafter\nmethods: [plain, prompt_lookup]\nnum_prompts: 2\nmax_new_tokens: 8\n"
+        "temperatures: [0, 1]\nchat_template_kwargs: {enable_thinking: false}\ntarget_name: owner/tiny\n"
+        f"target_quantization: q4_1\noutput_dir: {tmp_path}/out\ndevice: cpu\n"
+    )
+    assert cli.main(["evaluate", str(recipe), "--seed", "3"]) == 0
+    output = capsys.readouterr().out
+    report = Report.load(tmp_path / "out" / "report.json")
+    assert report.names == ["plain", "prompt_lookup", "dlite"]
+    places = [("short", "0", 0), ("short", "1", 0), ("sessions", "m", 0), ("sessions", "m", 1)]
+    assert [(row["task"], row["id"], row["turn"]) for row in report.rows] == 2 * places
+    assert [row["temperature"] for row in report.rows] == [0.0] * 4 + [1.0] * 4
+    assert all(row["identical"] == {"prompt_lookup": True, "dlite": True} for row in report.rows[:4])
+    conditions = report.conditions
+    target = {"name": "owner/tiny", "dtype": "float32", "quantization": "q4_1"}
+    assert target.items() <= conditions["target"].items()
+    assert (conditions["thinking"], conditions["seed"], conditions["num_prompts"]) == (False, 3, 2)
+    assert conditions["generation"]["ignored"] == {"do_sample": True, "top_k": 20}
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert text.startswith("# ") and text in output
+    assert len(list((tmp_path / "out").glob("*.png"))) == int(output.split(" plots to ")[0].rpartition(" ")[2]) > 0
+    # Once more: nothing is left to do, and the rows are as they were.
+    assert cli.main(["evaluate", str(recipe), "--seed", "3"]) == 0
+    assert Report.load(tmp_path / "out" / "report.json").rows == report.rows
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (["--tasks"], "`tasks` is empty"),
+        (["--tasks", "gsm9k"], "There is no task 'gsm9k'"),
+        (["--chat_template_kwargs", "[]"], "must be a JSON object"),
+        (["--methods", "prompt_lookup"], "compared with 'plain'"),
+        (["--drafters", "/nothing/here"], "/nothing/here"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(folder, tmp_path, capsys, fields, message):
+    fields = ["--target", f"{folder}/target", "--tasks", f"{folder}/short.jsonl", "--device", "cpu", *fields]
+    assert cli.main(["evaluate", "--output_dir", str(tmp_path / "out"), *fields]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("dlite-hf: error: ") and message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_nothing_is_begun(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    fields = ["--target", f"{folder}/target", "--tasks", f"{folder}/short.jsonl"]
+    assert cli.main(["evaluate", "--output_dir", str(tmp_path / "out"), *fields]) == 2
+    assert "matplotlib" in capsys.readouterr().err and not (tmp_path / "out").exists()
