@@ -17,12 +17,11 @@ from pathlib import Path
 from dlite_hf import DLiteConfig
 from dlite_hf.commands.train_cost import target_config
 from dlite_hf.evaluation import Report, metrics
+from dlite_hf.evaluation.costs import Drafter, Target
 from dlite_hf.evaluation.roofline import (
     GPUS,
     LAUNCH_SECONDS,
     SIMULATED,
-    Drafter,
-    Target,
     compare_with_measurement,
     roofline_table,
     simulate,

@@ -8,18 +8,9 @@ from transformers import LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from dlite_hf import DLiteConfig
 from dlite_hf.commands.train_cost import target_config
+from dlite_hf.evaluation.costs import Drafter, Gpu, Target, Work
 from dlite_hf.evaluation.paper import PAPER_SPEEDUP, PAPER_TAU
-from dlite_hf.evaluation.roofline import (
-    GPUS,
-    SIMULATED,
-    Drafter,
-    Gpu,
-    Target,
-    Work,
-    compare_with_measurement,
-    roofline_table,
-    simulate,
-)
+from dlite_hf.evaluation.roofline import GPUS, SIMULATED, compare_with_measurement, roofline_table, simulate
 from tests import targets
 from tests.evaluation.reports import measurement, plain, row
 
