@@ -65,7 +65,8 @@ def write_store(
     target: PreTrainedModel, samples: Sequence[dict[str, Any]], config: DLiteConfig, window: int, file: Path
 ) -> None:
     """Stores the blocks of all samples, and of every token from `window` before the first pivot on what the target
-    says: hidden states, the most likely next token, and the logarithm of the sum of all exponentials."""
+    says: hidden states, the most likely next token, and the logarithm of the sum of all exponentials. The tokens
+    themselves and their positions are for drafters that read all of a conversation, see `training/baselines`."""
     starts = [max(0, sample["supervised"].index(True) - 1 - window) for sample in samples]
     num_tokens = sum(len(sample["input_ids"]) - start for sample, start in zip(samples, starts, strict=True))
     layer_ids = config.captured_layer_ids
@@ -97,6 +98,8 @@ def write_store(
             ("previous", block["previous_token_ids"]),
             ("drafted", block["draft_token_ids"]),
             ("weights", block["weights"]),
+            ("token_ids", input_ids[0, first:]),
+            ("positions", torch.arange(first, input_ids.shape[1])),
             ("top", logits.argmax(dim=-1)),
             ("log_normalizer", logits.logsumexp(dim=-1)),
         ):
