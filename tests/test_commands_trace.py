@@ -23,6 +23,8 @@ RECORDS = [
     },
     {"id": "open", "messages": [{"role": "user", "content": "w14"}]},
     {"id": "empty"},
+    {"id": "image", "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    {"id": "answer", "messages": [{"role": "assistant", "content": "w15"}]},
 ]
 
 
@@ -122,6 +124,9 @@ def test_without_a_chat_template(trace, models, prompts):
         (["--prompt", "a", "--id", "c"], "`id` 'c' and `prompts` None belong together"),
         (["--prompt", "a", "--max_new_tokens", "0"], "`max_new_tokens` is 0, but must be at least 1"),
         (["--prompt", "a", "--temperature=-1"], "`temperature` is -1.0, but must be at least 0"),
+        (["--prompt", "a", "--temperature=nan"], "`temperature` is nan, but must be at least 0"),
+        (["--prompt", "a", "--output=."], "`output` is '.'; name a file in a folder that exists"),
+        (["--prompt", "a", "--output=no/where.html"], "`output` is 'no/where.html'; name a file"),
         (["--prompt", "a", "--chat_template_kwargs", "[1]"], "must be a JSON object"),
     ],
 )
@@ -133,5 +138,8 @@ def test_refused_arguments(arguments, message, capsys):
 def test_refused_records(trace, prompts):
     with pytest.raises(ValueError, match="has no record with the `id` 'none'"):
         trace("--prompts", prompts, "--id", "none")
-    with pytest.raises(ValueError, match="'empty' of .* has neither `messages` nor `turns`"):
+    with pytest.raises(ValueError, match="'empty' of .* has the fields \\['id'\\]; give an `id` and either"):
         trace("--prompts", prompts, "--id", "empty")
+    for name, message in (("image", "only text can be given"), ("answer", "'answer' of .* is an answer alone")):
+        with pytest.raises(ValueError, match=message):
+            trace("--prompts", prompts, "--id", name)

@@ -235,3 +235,12 @@ def test_where_outputs_part(target):
     assert found["top2_gap"] == pytest.approx(float(best[0] - best[1]), abs=1e-3)
     shorter = compare(target, prompt_ids, plain[:5], plain, 4)
     assert (shorter["first_difference"], shorter["top2_gap"]) == (5, None)
+
+
+def test_logits_that_are_not_finite_are_no_near_tie():
+    """Such as float16's overflow: JSON cannot hold them, and no rounding explains them."""
+    target = make_target("llama")
+    with torch.no_grad():
+        target.lm_head.weight[5] = float("inf")
+    found = compare(target, torch.tensor([[3, 4, 5]]), [5, 6, 7], [5, 6, 8], 4)
+    assert found == {"first_difference": 2, "top2_gap": None, "largest_rounding": None}

@@ -5,7 +5,13 @@ import json
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MuseGlimmerAssistantConfig
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MuseGlimmerAssistantConfig,
+    WatermarkingConfig,
+)
 from transformers import MuseGlimmerAssistantModel as DFlashModel
 
 from dlite_hf.evaluation.methods import ignored_settings, make_methods, neutral_generation_config
@@ -147,3 +153,19 @@ def test_neutral_generation_config():
     assert (neutral.eos_token_id, neutral.pad_token_id) == ([3, 4], 3)
     assert ignored_settings(config) == {"repetition_penalty": 1.1, "top_k": 20, "speculation_type": "dflash"}
     assert neutral_generation_config(GenerationConfig(eos_token_id=3, pad_token_id=0)).pad_token_id == 0
+
+
+def test_a_folder_may_have_an_equals_sign(target, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path / "lr=3e-4" / "drafter")
+    method = make_methods(target, ["plain"], [f"{tmp_path}/lr=3e-4/drafter"])[1]
+    assert (method.name, method.checkpoint) == ("drafter", "drafter")
+    assert make_methods(target, ["plain"], [f"mine={tmp_path}/lr=3e-4/drafter"])[1].name == "mine"
+
+
+def test_objects_of_a_generation_config_are_told_as_json():
+    ignored = ignored_settings(GenerationConfig(watermarking_config=WatermarkingConfig(bias=3.0)))
+    assert json.loads(json.dumps(ignored)) == ignored and ignored["watermarking_config"]["bias"] == 3.0
+
+
+def test_no_end_of_sequence():
+    assert neutral_generation_config(GenerationConfig(eos_token_id=[])).pad_token_id is None

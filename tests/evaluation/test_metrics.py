@@ -140,6 +140,7 @@ def test_identical_outputs():
         ({"top2_gap": 0.5, "largest_rounding": 0.25}, True),
         ({"top2_gap": 0.51, "largest_rounding": 0.25}, False),
         ({"top2_gap": None, "largest_rounding": 0.25}, False),
+        ({"top2_gap": 0.1, "largest_rounding": None}, False),
         (None, False),
     ],
 )
@@ -219,3 +220,10 @@ def test_who_keeps_no_cache_between_turns():
     ]
     assert metrics.keeps_no_cache(rows, "stock") and not metrics.keeps_no_cache(rows, "dlite")
     assert not metrics.keeps_no_cache(rows[:1], "stock")  # a first turn has nothing to keep
+
+
+def test_who_keeps_more_cache_than_plain():
+    """As where a static cache of sliding windows cannot be cropped, and the drafter's own can."""
+    rows = [row(turn=1, plain=plain(), stock=measurement(), dlite=measurement(cached_tokens=50))]
+    assert metrics.keeps_more_cache(rows, "dlite") and not metrics.keeps_more_cache(rows, "stock")
+    assert not metrics.keeps_no_cache(rows, "dlite") and not metrics.keeps_no_cache(rows, "stock")

@@ -127,3 +127,13 @@ def test_drawing_leaves_pyplot_alone():
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    """Mathematics between dollars would raise, and matplotlib keeps `_names` out of legends."""
+    names = ("_own", "$\\frac$")
+    rows = [row(task="$\\frac$", **{name: measurement(**COUNTERS) for name in names})]
+    made = report(rows, ("plain", *names))
+    figure = plots.plot_speedups(made)
+    assert legend(figure) == [" _own", r"\$\frac\$"]
+    assert plots.save_plots(made, tmp_path)

@@ -239,3 +239,30 @@ def test_a_category_of_several_tasks_has_lines_of_its_own():
     text = VIEWS["tables"].render(made)
     assert lines_of(text, "all of general", "dlite")[0][0] == "2" and lines_of(text, "all", "dlite")[0][0] == "3"
     assert not lines_of(text, "all of agent", "dlite")
+
+
+def test_a_task_may_have_the_name_of_a_group():
+    rows = [row(task=task, dlite=measurement()) for task in ("all", "gsm8k")]
+    lines = lines_of(VIEWS["tables"].render(report(rows)), "all", "dlite")
+    assert [line[0] for line in lines] == ["1", "2"]
+
+
+def test_drafters_of_one_name_are_not_mixed():
+    made = report([row(dlite=measurement(), other=measurement())], ("plain", "dlite", "other"), "some-DLite")
+    made.methods[2]["checkpoint"] = "some-DLite"
+    assert made.of_drafter("some-DLite").names == ["plain", "dlite", "other"]
+    made.methods[1]["sha256"], made.methods[2]["sha256"] = "0" * 64, "1" * 64
+    with pytest.raises(ValueError, match=r"several drafters 'some-DLite', as \['dlite', 'other'\]"):
+        made.of_drafter("some-DLite")
+
+
+def test_skipped_turns_of_several_temperatures_are_said_to_be():
+    made = report([row(dlite=measurement())], skipped_turns={"bfcl": 2}, temperatures=[0.0, 1.0])
+    assert VIEWS["skipped"].render(made) == "* bfcl: 2 turns at 2 temperatures, together"
+
+
+def test_methods_that_keep_more_cache_than_plain_are_marked():
+    made = report([row(task="bfcl", turn=1, dlite=measurement(seconds=5.5, cached_tokens=50))])
+    for name in ("tables", "turns", "lengths"):
+        text = VIEWS[name].render(made)
+        assert "2.00x ‡ |" in text and "‡ keeps more of its cache" in text and "†" not in text

@@ -2,6 +2,7 @@
 """Evaluations of a scripted target by a scripted clock: what is counted, in which order, and after a kill."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -361,6 +362,8 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
         ({"temperatures": []}, "`temperatures` is"),
         ({"temperatures": [-1.0]}, "`temperatures` is"),
         ({"temperatures": [1.0, 1.0]}, "none twice"),
+        ({"temperatures": [float("nan")]}, "`temperatures` is"),
+        ({"temperatures": [float("inf")]}, "below 0 or infinite"),
         ({"max_new_tokens": 0}, "`max_new_tokens` is 0"),
         ({"num_prompts": 0}, "`num_prompts` is 0"),
         ({"max_new_tokens": 4096}, "`max_new_tokens` 4096 and `max_prompt_tokens` None leave no room"),
@@ -370,6 +373,36 @@ def test_refused_arguments(tmp_path, options, message):
     arguments = {"methods": [PLAIN, DLITE], "tasks": [make_task("a")], **options}
     with pytest.raises(ValueError, match=message):
         run(ScriptedTarget(fixed_script), arguments.pop("methods"), arguments.pop("tasks"), tmp_path, **arguments)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no b') if 'b' in messages[-1].content else 'x' }}", "(TemplateError: no b); repair"),
+        ("{{ messages[-1].content + 1 if 'b' in messages[-1].content else 'x' }}", "(TypeError: "),
+        ("{{ '' if 'b' in messages[-1].content else 'x' }}", "(ValueError: The chat template renders no token; "),
+        (None, "(ValueError: Cannot use chat template functions"),
+    ],
+)
+def test_a_record_that_cannot_be_rendered_is_found_before_anything_runs(tmp_path, template, message):
+    target, tokenizer = ScriptedTarget(fixed_script), make_chatml_tokenizer()
+    tokenizer.chat_template = template
+    text = "The prompt of record 'r1' of toy, turn 1" if template else "The prompt of record 'r0' of toy, turn 1"
+    with pytest.raises(ValueError, match=re.escape(f"{text}, cannot be rendered {message}")):
+        evaluate(target, tokenizer, [PLAIN, DLITE], [make_task("a", "b")], tmp_path / "out")
+    assert not target.calls and not (tmp_path / "out").exists()
+
+
+def test_an_assistant_with_a_shorter_context_is_refused(tmp_path):
+    """It would fail at the first longer prompt, or draft noise and make others look fast."""
+    target = ScriptedTarget(fixed_script)
+    stock = replace(STOCK, assistant=SimpleNamespace(config=LlamaConfig(max_position_embeddings=100)))
+    message = (
+        "'stock' has a context of 100 tokens, but prompts may have 4086 and answers 10; pass `max_prompt_tokens` 90"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(target, [PLAIN, stock], [make_task("a")], tmp_path, max_new_tokens=10)
     assert not any(tmp_path.iterdir())
 
 

@@ -100,6 +100,13 @@ def test_local_files_need_no_datasets(tmp_path, monkeypatch):
         ({"id": 1, "turns": ["Hi"], "messages": MESSAGES}, "line 2, has the fields"),
         ({"id": 1, "turns": "Hi"}, "line 2, has `turns` 'Hi'; `turns` are a list of texts"),
         ({"id": 1, "messages": [{"content": "Hi"}]}, "line 2, has `messages`"),
+        ({"id": None, "turns": ["Hi"]}, "line 2, has the fields"),
+        # Templates would render these, as something that nobody said.
+        ({"id": 1, "messages": MESSAGES, "tools": '[{"name": "f"}]'}, "line 2, has `tools` .*not their text"),
+        ({"id": 1, "messages": MESSAGES, "tools": ["f"]}, "line 2, has `tools`"),
+        ({"id": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "line 2, .*only text"),
+        ({"id": 1, "messages": [{"role": "user", "content": 5}]}, "line 2, has the content '5'"),
+        ({"id": 1, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": "f"}]}, "line 2, has `tool_calls` 'f'"),
         ({"id": "0", "turns": ["Hi"]}, "has the id '0' more than once"),
     ],
 )
@@ -108,6 +115,13 @@ def test_a_record_that_is_none(tmp_path, record, message):
     with pytest.raises(ValueError, match=message):
         load_task(file)
     assert len(load_task(file, num_records=1).records) == 1
+
+
+def test_contents_that_are_no_text_alone(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, call, {"role": "tool", "content": ""}]
+    record = {"id": 1, "messages": messages, "tools": None}
+    assert load_task(write_lines(tmp_path / "mine.jsonl", record)).records == [record]
 
 
 def test_what_is_no_task(tmp_path):

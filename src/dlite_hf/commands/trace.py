@@ -1,13 +1,16 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """`dlite-hf trace`: shows one generation with a drafter as a web page."""
 
+import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from ..conversations import template_inputs
+from ..evaluation.tasks import check_record
 from ..json_lines import read_json_lines
 from ..modeling_dlite import DLiteForDrafting
 from ..trace import trace_generation
@@ -51,7 +54,7 @@ class TraceArguments:
             raise ValueError(f"`id` {self.id!r} and `prompts` {self.prompts!r} belong together; pass both or none.")
         if self.max_new_tokens < 1:
             raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}, but must be at least 1.")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"`temperature` is {self.temperature}, but must be at least 0, which is greedy.")
 
 
@@ -61,6 +64,8 @@ def main(args: TraceArguments) -> None:
     Raises:
         ValueError: if the prompt cannot be found or rendered, or as [`~dlite_hf.trace.trace_generation`] does.
     """
+    if Path(args.output).is_dir() or not Path(args.output).parent.is_dir():
+        raise ValueError(f"`output` is {args.output!r}; name a file in a folder that exists.")
     conversation = _conversation(args)  # before the models are loaded, which takes longer
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.target)
@@ -91,12 +96,13 @@ def _conversation(args: TraceArguments) -> dict[str, Any]:
     record = next((each for each in read_json_lines(args.prompts) if str(each.get("id")) == args.id), None)
     if record is None:
         raise ValueError(f"{args.prompts} has no record with the `id` {args.id!r}; pass one that it has.")
-    if record.get("messages"):
-        messages = record["messages"]
-        return {**record, "messages": messages[: len(messages) - (messages[-1]["role"] == "assistant")]}
+    check_record(record, f"The record {args.id!r} of {args.prompts}")
     if record.get("turns"):
         return {**record, "messages": [{"role": "user", "content": record["turns"][0]}]}
-    raise ValueError(f"The record {args.id!r} of {args.prompts} has neither `messages` nor `turns`; add one of them.")
+    messages = record["messages"][: len(record["messages"]) - (record["messages"][-1]["role"] == "assistant")]
+    if not messages:
+        raise ValueError(f"The record {args.id!r} of {args.prompts} is an answer alone; add the user's message.")
+    return {**record, "messages": messages}
 
 
 def _inputs(args: TraceArguments, conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """Where two greedy outputs part: was it a near tie, which a longer forward's rounding decides?"""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,14 +17,15 @@ class Divergence:
     Args:
         first_difference: the first token, from 0, in which they differ; where one is the beginning of the other, the
             length of the shorter.
-        top2_gap: between the target's two best logits there; `None` behind plain generation's end.
+        top2_gap: between the target's two best logits there; `None` behind plain generation's end, or where they are
+            not finite.
         largest_rounding: by how much the best token's logit moves, at most over all of plain generation's tokens, when
-            the target sees them several a forward rather than one.
+            the target sees them several a forward rather than one; `None` where one is not finite.
     """
 
     first_difference: int
     top2_gap: float | None
-    largest_rounding: float
+    largest_rounding: float | None
 
 
 @torch.no_grad()
@@ -62,11 +64,12 @@ def compare(
     several = answer_logits(target, prompt_ids, plain, step)
     best = single.max(dim=-1)
     rounding = (several.gather(1, best.indices[:, None])[:, 0] - best.values).abs().max()
-    gap = None
+    gap = math.nan
     if place < len(plain):
         first, second = single[place].topk(2).values.tolist()
         gap = first - second
-    return asdict(Divergence(place, gap, float(rounding)))
+    finite = [each if math.isfinite(each) else None for each in (gap, float(rounding))]  # JSON has no others
+    return asdict(Divergence(place, *finite))
 
 
 __all__ = ["Divergence", "answer_logits", "compare"]

@@ -2,9 +2,11 @@
 """The ways to generate that are compared, all of them through `target.generate`."""
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,8 +99,8 @@ def make_methods(
 def neutral_generation_config(config: GenerationConfig, kept: Iterable[str] = _TOKEN_FIELDS) -> GenerationConfig:
     """A configuration with the special tokens of `config` and Transformers' defaults for all else."""
     neutral = GenerationConfig(**{name: getattr(config, name) for name in kept})
-    if neutral.pad_token_id is None and neutral.eos_token_id is not None:
-        ids = neutral.eos_token_id
+    ids = neutral.eos_token_id
+    if neutral.pad_token_id is None and ids not in (None, []):
         neutral.pad_token_id = ids if isinstance(ids, int) else ids[0]  # as `generate` does, with a warning a call
     return neutral
 
@@ -107,9 +109,10 @@ def ignored_settings(config: GenerationConfig) -> dict[str, Any]:
     """What [`neutral_generation_config`] leaves out of `config`, where that says something of the tokens."""
     kept = {*_TOKEN_FIELDS, "transformers_version", "_from_model_config"}
     defaults = GenerationConfig._get_default_generation_params()
+    values = json.loads(config.to_json_string())  # some are objects
     return {
         name: value
-        for name, value in config.to_diff_dict().items()
+        for name, value in values.items()
         if not (name in kept or name.startswith("output_") or (name in defaults and value == defaults[name]))
     }
 
@@ -166,8 +169,8 @@ def _early_exit(value: str, target: PreTrainedModel) -> Method:
 def _split_drafter(spec: str) -> tuple[str, str]:
     """The name and the checkpoint."""
     name, separator, checkpoint = spec.partition("=")
-    if not separator:
-        name, checkpoint = spec.rstrip("/\\").replace("\\", "/").rpartition("/")[2], spec
+    if not separator or set("/\\") & set(name):  # a folder's name may have the sign too
+        name, checkpoint = Path(spec.replace("\\", "/")).name, spec
     if not name or not checkpoint:
         raise ValueError(f"{spec!r} is no drafter; write name=folder.")
     return name, checkpoint

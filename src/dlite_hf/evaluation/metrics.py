@@ -175,17 +175,31 @@ def identical(rows: Iterable[Row], method: str) -> tuple[int, int] | None:
 
 def keeps_no_cache(rows: Iterable[Row], method: str) -> bool:
     """Whether plain generation went on from cached turns where `method` began every prompt anew."""
+    plain, drafted = _cached_tokens(rows, method)
+    return plain > 0 and drafted == 0
+
+
+def keeps_more_cache(rows: Iterable[Row], method: str) -> bool:
+    """Whether `method` went on from more cached tokens than plain, as a static sliding window has none."""
+    plain, drafted = _cached_tokens(rows, method)
+    return drafted > plain
+
+
+def _cached_tokens(rows: Iterable[Row], method: str) -> tuple[int, int]:
+    """Those of plain generation and of `method`, on the same prompts."""
     rows = measured_rows(measured_rows(rows, method), PLAIN)
-    cached = [sum(row["measurements"][each].get("cached_tokens") or 0 for row in rows) for each in (PLAIN, method)]
-    return cached[0] > 0 and cached[1] == 0
+    plain, drafted = (
+        sum(row["measurements"][each].get("cached_tokens") or 0 for row in rows) for each in (PLAIN, method)
+    )
+    return plain, drafted
 
 
 def is_near_tie(divergence: Mapping[str, Any] | None) -> bool:
     """Whether two outputs part where the target's two best logits lie within twice the rounding of longer forwards.
 
-    Where no gap was measured, nothing is excused.
+    Where one of them was not measured, nothing is excused.
     """
-    if divergence is None or divergence["top2_gap"] is None:
+    if divergence is None or None in (divergence["top2_gap"], divergence["largest_rounding"]):
         return False
     return bool(divergence["top2_gap"] <= 2 * divergence["largest_rounding"])
 
@@ -280,6 +294,7 @@ __all__ = [
     "flagged_rows",
     "identical",
     "is_near_tie",
+    "keeps_more_cache",
     "keeps_no_cache",
     "measured_rows",
     "round_times",

@@ -74,7 +74,9 @@ def plot_speedups(report: Report, temperature: float = 0.0, *, decode_only: bool
     names = list(tasks)
     cacheless = {method for method in methods if metrics.keeps_no_cache(_rows(report, temperature), method)}
     noted = set() if decode_only else cacheless
-    labels = {method: f"{method} (no cache between turns)" if method in noted else method for method in methods}
+    labels = {
+        method: _literal(f"{method} (no cache between turns)" if method in noted else method) for method in methods
+    }
     for panel, (ax,) in enumerate(axes):
         _draw_bars(ax, names[panel * width :][:width], methods, bars, labels, report)
         ax.set_xlim(-0.5, width - 0.5)
@@ -158,7 +160,7 @@ def plot_tau_by_length(report: Report, temperature: float = 0.0) -> "Figure | No
             marker=marker,
             markersize=5,
             capsize=2,
-            label=method,
+            label=_literal(method),
         )
     if not drawn:
         return None
@@ -185,7 +187,7 @@ def plot_acceptance(report: Report, temperature: float = 0.0) -> "Figure | None"
         colour, _, marker = _style(report, method)
         for ax, values in ((left, shares), (right, metrics.conditional_acceptance(rows, method) or [])):
             points = [(position, each) for position, each in enumerate(values, start=1) if each is not None]
-            ax.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=method)
+            ax.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=_literal(method))
     if not drawn:
         return None
     left.set_title("of all rounds", fontsize=10)
@@ -226,7 +228,7 @@ def plot_round_times(report: Report, temperature: float = 0.0) -> "Figure | None
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
                 )
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    ax.set_yticks(range(len(times)), [method for method, _ in times])
+    ax.set_yticks(range(len(times)), [_literal(method) for method, _ in times])
     ax.invert_yaxis()
     ax.set_xlabel("milliseconds a round")
     _finish(figure, "Time of a round, prefill left out", temperature, ax, len(_PARTS), grid="x")
@@ -247,7 +249,7 @@ def plot_training(logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
             points = [(each["step"], each[key]) for each in entries if key in each]
             if points:
                 style = {"color": _COLOURS[place % len(_COLOURS)], "linestyle": ("-", "--", "-.", ":")[place % 4]}
-                ax.plot(*zip(*points, strict=True), label=name, linewidth=1.4, **style)
+                ax.plot(*zip(*points, strict=True), label=_literal(name), linewidth=1.4, **style)
         ax.set_title(title, fontsize=10)
         ax.set_xlabel("step")
     _add_legend(figure, panels[0], len(logs))
@@ -300,7 +302,12 @@ def _add_legend(figure: "Figure", ax: "Axes", num_entries: int, grid: Literal["x
 
 def _wrap(task: str) -> str:
     """A task's name over several lines, so that neighbours do not meet."""
-    return task.replace("_", "\n") if len(task) > 9 else task
+    return _literal(task.replace("_", "\n") if len(task) > 9 else task)
+
+
+def _literal(name: str) -> str:
+    """A name for a picture: matplotlib would read mathematics between dollars, and leave `_name` out of legends."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 __all__ = ["plot_acceptance", "plot_round_times", "plot_speedups", "plot_tau_by_length", "plot_training", "save_plots"]

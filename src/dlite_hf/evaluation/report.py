@@ -119,12 +119,17 @@ class Report:
             drafter: the last part of its folder or of its id on the Hub.
 
         Raises:
-            ValueError: if none did.
+            ValueError: if none did, or drafters of other weights have that name, too.
         """
-        found = {each["name"] for each in self.methods if Path(each.get("checkpoint") or "").name == drafter}
+        methods = [each for each in self.methods if Path(each.get("checkpoint") or "").name == drafter]
+        found = {each["name"] for each in methods}
         if not found:
             raise ValueError(
                 f"The report measures no drafter {drafter!r}, but {sorted(self.drafters)}; evaluate this one."
+            )
+        if len({each.get("sha256") for each in methods}) > 1:
+            raise ValueError(
+                f"The report measures several drafters {drafter!r}, as {sorted(found)}; give a report of one of them."
             )
         return self.only({PLAIN, *found})
 

@@ -2,6 +2,7 @@
 """An evaluation: every prompt under every method, one after the other; it can be killed and taken up again."""
 
 import json
+import math
 import os
 import time
 import zlib
@@ -73,8 +74,9 @@ def evaluate(
         `conditions`, `methods` and `rows`, the parts of a report.
 
     Raises:
-        ValueError: if the target is in training mode, an argument makes no sense, `output_dir` holds an evaluation
-            under other conditions, or no prompt fits.
+        ValueError: if the target is in training mode, an argument makes no sense, the chat template refuses a record,
+            an assistant's context is shorter than prompts may be, `output_dir` holds an evaluation under other
+            conditions, or no prompt fits.
     """
     _check(target, methods, tasks, temperatures, {"max_new_tokens": max_new_tokens, "num_prompts": num_prompts})
     tasks = [replace(task, records=task.records[:num_prompts]) for task in tasks]
@@ -110,6 +112,10 @@ def evaluate(
     }
     room = _prompt_room(target, max_new_tokens, max_prompt_tokens)
     sessions = [session for task in tasks for session in make_sessions(task)]
+    _check_assistants(methods, room, max_new_tokens)
+    for session in sessions:
+        for turn in session.turns:  # rather now than after hours
+            _render(tokenizer, session, turn, [""] * turn.index, chat_template_kwargs)
     progress = Progress.open(Path(output_dir), conditions, methods)
     run = _Run(target, tokenizer, sessions, progress, room, max_new_tokens, seed, chat_template_kwargs, clock)
     total = len(temperatures) * sum(len(session.turns) for session in sessions)
@@ -140,8 +146,11 @@ def _check(
     task_names = [task.name for task in tasks]
     if not tasks or len(set(task_names)) < len(task_names):
         raise ValueError(f"The tasks are {task_names}; give at least one, and every task its own name.")
-    if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
-        raise ValueError(f"`temperatures` is {list(temperatures)}; give at least one, none twice, none below 0.")
+    is_valid = all(math.isfinite(temperature) and temperature >= 0 for temperature in temperatures)
+    if not temperatures or not is_valid or len(set(temperatures)) < len(temperatures):
+        raise ValueError(
+            f"`temperatures` is {list(temperatures)}; give at least one, none twice, none below 0 or infinite."
+        )
     for name, limit in limits.items():
         if limit is not None and limit < 1:
             raise ValueError(f"`{name}` is {limit}, but must be at least 1.")
@@ -162,6 +171,36 @@ def _prompt_room(target: PreTrainedModel, max_new_tokens: int, max_prompt_tokens
             f"prompt in a context of {context} tokens; lower the one or raise the other."
         )
     return min(rooms, default=2**31)
+
+
+def _check_assistants(methods: Sequence[Method], room: int, max_new_tokens: int) -> None:
+    """Refuses an assistant that prompts could leave without a context: it would fail there, or draft noise."""
+    for method in methods:
+        if method.kind != "assistant" or method.assistant is None:
+            continue
+        context = getattr(method.assistant.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if context is not None and context < room + max_new_tokens:
+            raise ValueError(
+                f"{method.name!r} has a context of {context} tokens, but prompts may have {room} and answers "
+                f"{max_new_tokens}; pass `max_prompt_tokens` {context - max_new_tokens}, or drop it."
+            )
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    session: Session,
+    turn: Turn,
+    answers: Sequence[str],
+    chat_template_kwargs: dict[str, Any] | None,
+) -> torch.Tensor:
+    """The prompt `[1, T]` of a turn."""
+    try:
+        return render_prompt(tokenizer, turn.context(answers), session.tools, chat_template_kwargs)
+    except Exception as error:  # whatever a template or a tokenizer raises, it means the same
+        raise ValueError(
+            f"The prompt of record {session.id!r} of {session.task}, turn {turn.index + 1}, cannot be rendered "
+            f"({type(error).__name__}: {error}); repair the record, or give a tokenizer whose chat template takes it."
+        ) from error
 
 
 @dataclass
@@ -202,8 +241,7 @@ class _Run:
         for turn in session.turns:
             if turn.is_live and len(answers) < turn.index:  # an earlier one did not fit, nor does any after it
                 return
-            context = turn.context(answers)
-            prompt_ids = render_prompt(self.tokenizer, context, session.tools, self.chat_template_kwargs)
+            prompt_ids = _render(self.tokenizer, session, turn, answers, self.chat_template_kwargs)
             if prompt_ids.shape[1] <= self.room:
                 yield turn, prompt_ids
 
@@ -290,9 +328,8 @@ class _Run:
         longest = 0
         for session in self.sessions:
             for turn in session.turns:
-                context = turn.context([""] * turn.index)
-                prompt_ids = render_prompt(self.tokenizer, context, session.tools, self.chat_template_kwargs)
-                length = prompt_ids.shape[1]
+                answers = [""] * turn.index
+                length = _render(self.tokenizer, session, turn, answers, self.chat_template_kwargs).shape[1]
                 if length <= self.room:
                     earlier = turn.index * self.max_new_tokens if turn.is_live else 0
                     longest = max(longest, min(length + earlier, self.room))

@@ -124,6 +124,9 @@ def render_prompt(
         context: the messages before the answer.
         tools: the session's tools.
         chat_template_kwargs: for the chat template, such as `{"enable_thinking": False}`.
+
+    Raises:
+        ValueError: if it renders nothing.
     """
     messages, tools = template_inputs({"messages": context, "tools": tools})
     if tools and "tools" not in tokenizer.get_chat_template(tools=tools):
@@ -136,6 +139,8 @@ def render_prompt(
         return_dict=True,
         **(chat_template_kwargs or {}),
     )
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("The chat template renders no token; give one that renders the messages.")
     return inputs["input_ids"]
 
 

@@ -236,7 +236,7 @@ def _load_file(file: Path, name: str, num_records: int | None) -> Task:
     if not records:
         raise ValueError(f"{file} holds no record; give a file with one record a line.")
     for number, record in enumerate(records, start=1):
-        _check_record(record, f"{file}, line {number},")
+        check_record(record, f"{file}, line {number},")
     _check_ids(records, str(file))
     category = "agent" if any("messages" in record for record in records) else "general"
     with file.open("rb") as content:
@@ -275,9 +275,10 @@ def _load_from_hub(name: str, num_records: int | None) -> Task:
     return Task(name, task.category, records, source=task.source, revision=task.revision)
 
 
-def _check_record(record: dict[str, Any], place: str) -> None:
+def check_record(record: dict[str, Any], place: str) -> None:
+    """Raises a ValueError unless `record` is one that can be answered; `place` is what the error calls it."""
     formats = [key for key in ("turns", "messages") if record.get(key)]
-    if "id" not in record or len(formats) != 1:
+    if record.get("id") is None or len(formats) != 1:
         raise ValueError(
             f"{place} has the fields {sorted(record)}; give an `id` and either `turns`, user texts, or `messages`."
         )
@@ -291,6 +292,28 @@ def _check_record(record: dict[str, Any], place: str) -> None:
             f"{place} has `{formats[0]}` {str(entries)[:80]!r}; `turns` are a list of texts, `messages` a list of "
             "dictionaries with a `role`."
         )
+    for message in entries if formats == ["messages"] else []:
+        _check_message(message, place)
+    if not _are_dictionaries(record.get("tools") or []):
+        raise ValueError(
+            f"{place} has `tools` {str(record['tools'])[:80]!r}; they are a list of dictionaries, not their text."
+        )
+
+
+def _check_message(message: dict[str, Any], place: str) -> None:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    is_text = content is None or isinstance(content, str | list)
+    if not (is_text and all(isinstance(part, dict) and part.get("type") == "text" for part in parts)):
+        raise ValueError(f"{place} has the content {str(content)[:80]!r}; only text can be given to the target.")
+    if not _are_dictionaries(message.get("tool_calls") or []):
+        raise ValueError(
+            f"{place} has `tool_calls` {str(message['tool_calls'])[:80]!r}; they are a list of dictionaries."
+        )
+
+
+def _are_dictionaries(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
 
 
 def _check_ids(records: Iterable[dict[str, Any]], place: str) -> None:
@@ -299,4 +322,4 @@ def _check_ids(records: Iterable[dict[str, Any]], place: str) -> None:
         raise ValueError(f"{place} has the id {repeated[0]!r} more than once; give every record its own.")
 
 
-__all__ = ["TASK_CATEGORIES", "Task", "load_task"]
+__all__ = ["TASK_CATEGORIES", "Task", "check_record", "load_task"]

@@ -68,6 +68,10 @@ _READING = (
 _NO_CACHE = (
     "† feeds every prompt whole, while plain generation keeps its cache between turns: that is in its time end to end."
 )
+_MORE_CACHE = (
+    "‡ keeps more of its cache between turns than plain generation, whose cache cannot be cropped: that is in its "
+    "time end to end, and in that to the first token."
+)
 _FLAGGED = "Flagged answers have another length than plain generation's: they are left out of the speedups."
 _SAMPLED = "Sampled answers differ in length, so a speedup is one of seconds a token."
 _NEAR_TIE = (
@@ -100,19 +104,25 @@ def _prompts(rows: list[Row]) -> str:
 
 def _end_to_end(rows: list[Row], method: str) -> str:
     cell = estimate(metrics.speedup(rows, method), "x")
-    return f"{cell} †" if metrics.keeps_no_cache(rows, method) else cell
+    if metrics.keeps_no_cache(rows, method):
+        return f"{cell} †"
+    return f"{cell} ‡" if metrics.keeps_more_cache(rows, method) else cell
 
 
-def _task_groups(rows: list[Row], categories: dict[str, str]) -> dict[str, list[Row]]:
-    """The rows of each task, of each category with several tasks, and of all."""
-    groups = metrics.by_task(rows)
+def _cache_notes(table: str) -> list[str]:
+    return [note for note in (_NO_CACHE, _MORE_CACHE) if f" {note[0]} |" in table]
+
+
+def _task_groups(rows: list[Row], categories: dict[str, str]) -> list[tuple[str, list[Row]]]:
+    """The rows of each task, of each category with several tasks, and of all; a task may have the name of a group."""
+    groups = list(metrics.by_task(rows).items())
     by_category = metrics.by_category(rows, categories)
     if len(by_category) > 1:
         for category, part in by_category.items():
             if len(metrics.by_task(part)) > 1:
-                groups[f"all of {category}"] = part
+                groups.append((f"all of {category}", part))
     if len(metrics.by_task(rows)) > 1:
-        groups["all"] = rows
+        groups.append(("all", rows))
     return groups
 
 
@@ -123,7 +133,7 @@ def tables(report: Report) -> str:
 
     def render(rows: list[Row]) -> str:
         lines = []
-        for name, group in _task_groups(rows, report.categories).items():
+        for name, group in _task_groups(rows, report.categories):
             for method in report.names:
                 if not (part := metrics.measured_rows(group, method)):
                     continue
@@ -154,9 +164,7 @@ def tables(report: Report) -> str:
 
 
 def _with_notes(report: Report, table: str, rows: list[Row]) -> str:
-    notes = []
-    if "†" in table:
-        notes.append(_NO_CACHE)
+    notes = _cache_notes(table)
     if any(metrics.flagged_rows(rows, method) for method in report.names):
         notes.append(_FLAGGED)
     if any(row["temperature"] for row in rows):
@@ -183,7 +191,7 @@ def _grouped_table(report: Report, first: list[str], groups: Iterable[tuple[list
         if (part := metrics.measured_rows(group, method))
     ]
     table = make_table(header, lines)
-    return f"{table}\n\n{_NO_CACHE}" if "†" in table else table
+    return "\n\n".join([table, *_cache_notes(table)])
 
 
 def lengths(report: Report) -> str:
@@ -272,7 +280,9 @@ def differences(report: Report) -> str:
 def skipped(report: Report) -> str:
     """Turns that were not run, since their prompts are too long."""
     counts = {task: count for task, count in (report.conditions.get("skipped_turns") or {}).items() if count}
-    return "\n".join(f"* {task}: {count:,} turns" for task, count in counts.items())
+    temperatures = len(report.conditions.get("temperatures") or [0.0])
+    together = f" at {temperatures} temperatures, together" if temperatures > 1 else ""
+    return "\n".join(f"* {task}: {count:,} turns{together}" for task, count in counts.items())
 
 
 def notes(report: Report) -> str:
