@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from dlite_hf import cli
+from dlite_hf.evaluation.concurrency import concurrency_table
 from dlite_hf.evaluation.report import Report
 
 from .targets import make_chatml_tokenizer, make_drafter, make_target
@@ -57,9 +58,22 @@ def test_a_recipe_and_its_report(folder, tmp_path, capsys):
     assert Report.load(tmp_path / "out" / "report.json").rows == report.rows
 
 
+def test_many_sequences_at_once(folder, tmp_path, capsys):
+    fields = ["--target", f"{folder}/target", "--tasks", f"{folder}/short.jsonl", "--device", "cpu"]
+    fields += ["--methods", "plain", "--max_new_tokens", "4", "--batch_sizes", "1", "2"]
+    assert cli.main(["evaluate", "--output_dir", str(tmp_path / "out"), *fields]) == 0
+    rows = json.loads((tmp_path / "out" / "concurrency.json").read_text())["rows"]
+    plain = [row for row in rows if row["method"] == "plain"]
+    assert [(row["batch_size"], row["new_tokens"]) for row in plain] == [(1, 4), (2, 8)]
+    lengths = [row["prompt_tokens"] for row in Report.load(tmp_path / "out" / "report.json").rows]
+    assert [row["prompt_tokens"] for row in plain] == [lengths[0], sum(lengths[:2])]
+    assert concurrency_table(rows) in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (["--batch_sizes", "0"], "`batch_sizes` is [0]"),
         (["--tasks"], "`tasks` is empty"),
         (["--tasks", "gsm9k"], "There is no task 'gsm9k'"),
         (["--chat_template_kwargs", "[]"], "must be a JSON object"),

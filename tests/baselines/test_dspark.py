@@ -9,6 +9,8 @@ from dflash import block_states
 from dspark import DSparkForDrafting, DSparkTrainer, make_dspark
 
 from dlite_hf import speculation_statistics
+from dlite_hf.evaluation.measuring import measure
+from dlite_hf.evaluation.methods import Method
 
 from .support import NUM_DRAFT_TOKENS, anchors_of_rounds, generate_plainly, learn_by_heart, make_store, training_inputs
 
@@ -38,6 +40,17 @@ def test_the_saved_drafter_drafts_in_generate_and_changes_nothing(learned, tmp_p
             assert torch.equal(output, generate_plainly(learned.target, prompt, 24))
     assert statistics.tau > 1.5
     assert sum(statistics.accepted_per_position) < statistics.num_drafted_tokens
+
+
+def test_an_evaluation_counts_its_rounds(learned):
+    method = Method("dspark", "custom", custom_generate=learned.trainer.drafter.custom_generate)
+    target, prompt, forwards = learned.target, learned.prompts[0], []
+    hook = target.register_forward_hook(lambda *args: forwards.append(1))
+    measurement, output = measure(target, method, prompt, max_new_tokens=24)
+    hook.remove()
+    assert torch.equal(output.sequences, generate_plainly(target, prompt, 24))
+    assert (measurement.prefill_tokens, measurement.emitted) == (1, measurement.tokens - 1)
+    assert measurement.rounds == len(forwards) - 1 < measurement.emitted
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """`dlite-hf evaluate`: what drafters gain over plain generation and over Transformers' own ways to draft."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..evaluation.concurrency import concurrency_table, measure_concurrency
 from ..evaluation.methods import make_methods
 from ..evaluation.report import Report
 from ..evaluation.runner import evaluate
+from ..evaluation.sessions import make_sessions, render_prompt
 from ..evaluation.tasks import load_task
 from .template_kwargs import TEMPLATE_KWARGS_HELP, read_template_kwargs
 
@@ -50,6 +53,13 @@ class EvaluateArguments:
     temperatures: list[float] = field(
         default_factory=lambda: [0.0], metadata={"help": "Temperatures of the sampling; 0 is greedy."}
     )
+    batch_sizes: list[int] = field(
+        default_factory=list,
+        metadata={
+            "help": "Also measures the tokens a second of so many sequences at once, such as 1 2 4 8, on the first "
+            "turns of the first task."
+        },
+    )
     dtype: str | None = field(default=None, metadata={"help": "The target's dtype; the checkpoint's by default."})
     device: str | None = field(default=None, metadata={"help": "Where it runs; the machine's accelerator by default."})
     seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
@@ -63,6 +73,8 @@ class EvaluateArguments:
 
     def __post_init__(self) -> None:
         read_template_kwargs(self.chat_template_kwargs)
+        if min(self.batch_sizes, default=1) < 1:
+            raise ValueError(f"`batch_sizes` is {self.batch_sizes}, but every batch has at least one sequence.")
         if not self.tasks:
             raise ValueError("`tasks` is empty; name a task, such as gsm8k, or a JSON lines file.")
 
@@ -73,7 +85,7 @@ class EvaluateArguments:
 
 
 def main(args: EvaluateArguments) -> None:
-    """Evaluates, and writes `report.json`, `report.md` and plots into `output_dir`.
+    """Evaluates, and writes `report.json`, `report.md` and plots into `output_dir`; and `concurrency.json`, if asked.
 
     Raises:
         ImportError: if matplotlib is missing, before anything is loaded.
@@ -87,10 +99,11 @@ def main(args: EvaluateArguments) -> None:
     tasks = [load_task(task, args.num_prompts) for task in args.tasks]
     device = args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype or "auto").to(device).eval()
+    tokenizer, methods = AutoTokenizer.from_pretrained(args.target), make_methods(target, args.methods, args.drafters)
     result = evaluate(
         target,
-        AutoTokenizer.from_pretrained(args.target),
-        make_methods(target, args.methods, args.drafters),
+        tokenizer,
+        methods,
         tasks,
         args.output_dir,
         num_prompts=args.num_prompts,
@@ -105,6 +118,16 @@ def main(args: EvaluateArguments) -> None:
     report, folder = Report(**result), Path(args.output_dir)
     report.save(folder / "report.json")
     text = report.to_markdown()
+    if args.batch_sizes:
+        prompts = [
+            render_prompt(tokenizer, session.turns[0].context([]), session.tools, args.template_options)[0].tolist()
+            for session in make_sessions(tasks[0])
+        ]
+        rows = measure_concurrency(
+            target, prompts, methods, batch_sizes=args.batch_sizes, max_new_tokens=args.max_new_tokens
+        )
+        (folder / "concurrency.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        text += f"\n\n## Many sequences at once\n\n{concurrency_table(rows)}"
     (folder / "report.md").write_text(text + "\n", encoding="utf-8")
     plots = save_plots(report, folder)
     print(text)

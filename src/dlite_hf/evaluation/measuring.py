@@ -116,7 +116,7 @@ def measure(
         output = target.generate(
             input_ids=prompt_ids,
             attention_mask=torch.ones_like(prompt_ids),
-            streamer=stopwatch,
+            **{"streamer" if method.custom_generate is None else "token_streamer": stopwatch},
             return_dict_in_generate=True,
             **options,
         )
@@ -129,7 +129,7 @@ def measure(
         )
     counters = (
         _counters_of_statistics(statistics, tokens)
-        if method.kind == "dlite"
+        if method.kind in ("dlite", "custom")
         else _counters_of_stream(stopwatch.tokens_per_forward, has_draft=method.kind != PLAIN)
     )
     measurement = Measurement(

@@ -4,7 +4,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ class Method:
 
     Args:
         name: what rows and reports call it.
-        kind: `"plain"`, `"prompt_lookup"`, `"assistant"`, `"early_exit"`, `"mtp"`, `"dflash"` or `"dlite"`.
+        kind: `"plain"`, `"prompt_lookup"`, `"assistant"`, `"early_exit"`, `"mtp"`, `"dflash"`, `"dlite"`, or
+            `"custom"`.
         settings: arguments of `generate`, JSON values.
         assistant: passed as `assistant_model`.
         checkpoint: where `assistant` is from: an id on the Hub, or a folder's last name.
@@ -41,6 +42,9 @@ class Method:
         parameters: what the method adds to the target's; `None` where that is unknown.
         num_draft_tokens: how many tokens it drafts a round, at most; for an assistant with a schedule, at first.
         note: what a reader should know of it.
+        custom_generate: of the kind `"custom"`, the decoding loop, passed as `custom_generate`. It is also given
+            `token_streamer`, since `generate` keeps its own `streamer` from such a loop, and counts its rounds in
+            [`~dlite_hf.generation.statistics.running_statistics`].
     """
 
     name: str
@@ -52,6 +56,7 @@ class Method:
     parameters: int | None = 0
     num_draft_tokens: int | None = None
     note: str | None = None
+    custom_generate: Callable[..., Any] | None = None
 
     @property
     def keeps_cache(self) -> bool:
@@ -60,7 +65,8 @@ class Method:
 
     def generate_kwargs(self) -> dict[str, Any]:
         """What `generate` gets besides the prompt, lengths and sampling."""
-        return self.settings if self.assistant is None else {**self.settings, "assistant_model": self.assistant}
+        passed = {"assistant_model": self.assistant, "custom_generate": self.custom_generate}
+        return {**self.settings, **{name: value for name, value in passed.items() if value is not None}}
 
     def describe(self) -> dict[str, Any]:
         """The method as JSON, for a report."""
