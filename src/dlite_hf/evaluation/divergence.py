@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """Where two greedy outputs part: was it a near tie, which a longer forward's rounding decides?"""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +20,9 @@ class Divergence:
             length of the shorter.
         top2_gap: between the target's two best logits there; `None` behind plain generation's end, or where they are
             not finite.
-        largest_rounding: by how much the best token's logit moves, at most over all of plain generation's tokens, when
-            the target sees them several a forward rather than one; `None` where one is not finite.
+        largest_rounding: by how much the best token's logit moves, at most, when the target sees plain generation's
+            tokens several a forward rather than one, up to two such forwards behind that place; `None` where one is
+            not finite.
     """
 
     first_difference: int
@@ -29,21 +31,26 @@ class Divergence:
 
 
 @torch.no_grad()
-def answer_logits(target: PreTrainedModel, prompt_ids: torch.Tensor, answer: Sequence[int], step: int) -> torch.Tensor:
-    """The logits `[tokens, V]` that each token of an answer was chosen from, in float32.
+def answer_logits(
+    target: PreTrainedModel, prompt_ids: torch.Tensor, answer: Sequence[int], steps: Sequence[int]
+) -> list[torch.Tensor]:
+    """The logits `[tokens, V]` that each token of an answer was chosen from, in float32, for each of `steps`.
 
     Args:
         target: the target.
-        prompt_ids (`torch.LongTensor` of shape `[1, T]`): the prompt, fed at once.
+        prompt_ids (`torch.LongTensor` of shape `[1, T]`): the prompt, fed once and at once.
         answer: the tokens behind it.
-        step: how many of them are fed a forward.
+        steps: how many of them are fed a forward.
     """
     output = target(prompt_ids.to(target.device), logits_to_keep=1)
-    logits, cache = [output.logits[0]], output.cache
     tokens = torch.tensor([answer[:-1]], dtype=torch.long, device=target.device)
-    for start in range(0, tokens.shape[1], step):
-        logits.append(target(tokens[:, start : start + step], cache=cache).logits[0])
-    return torch.cat(logits).float()
+    results = []
+    for step in steps:
+        logits, cache = [output.logits[0]], copy.deepcopy(output.cache)  # not every cache can be cropped
+        for start in range(0, tokens.shape[1], step):
+            logits.append(target(tokens[:, start : start + step], cache=cache).logits[0])
+        results.append(torch.cat(logits).float())
+    return results
 
 
 def compare(
@@ -60,8 +67,7 @@ def compare(
     """
     pairs = enumerate(zip(plain, other, strict=False))
     place = next((i for i, (one, two) in pairs if one != two), min(len(plain), len(other)))
-    single = answer_logits(target, prompt_ids, plain, 1)
-    several = answer_logits(target, prompt_ids, plain, step)
+    single, several = answer_logits(target, prompt_ids, plain[: place + 2 * step], (1, step))
     best = single.max(dim=-1)
     rounding = (several.gather(1, best.indices[:, None])[:, 0] - best.values).abs().max()
     gap = math.nan
