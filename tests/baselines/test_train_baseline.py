@@ -10,6 +10,7 @@ import torch
 import train_baseline
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from ..targets import SIZES, make_chatml_tokenizer
 
@@ -32,6 +33,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder, monkeypatch):
+    """The script; it raises the verbosity of Transformers' logging, which is put back."""
+    verbosity = logging.get_verbosity()
+
     def run(method: str, output: str, *more: str) -> Path:
         arguments = {
             "method": method,
@@ -51,7 +55,8 @@ def run(folder, monkeypatch):
         train_baseline.main()
         return folder / output / "drafter"
 
-    return run
+    yield run
+    logging.set_verbosity(verbosity)
 
 
 @pytest.mark.parametrize(
