@@ -8,15 +8,14 @@ from common import BaselineTrainer
 from train_stored import StoredAnchors, write_store
 from transformers import PreTrainedModel, TrainerCallback
 
-from dlite_hf import DLiteConfig, DLiteTrainingArguments
+from dlite_hf import DLiteConfig, DLiteTrainingArguments, speculation_statistics
 
 from ..targets import make_target
 
 
 NUM_DRAFT_TOKENS = 4
-ANSWER_LENGTH = (
-    18  # no multiple of K + 1 behind the first token: a block reaches over its end, and is accepted in part
-)
+# No multiple of K + 1 behind the first token: a block reaches over its end, and is accepted in part.
+ANSWER_LENGTH = 18
 LAYER_IDS = [0, 2, 4]  # the last one is read after the final norm
 
 
@@ -87,6 +86,33 @@ def learn_by_heart(trainer_class: type[BaselineTrainer], make_drafter: Any, fold
 def anchors_of_rounds(prompt: torch.Tensor, emitted: list[int]) -> torch.Tensor:
     """Where the anchors of the rounds of a call stand, from the numbers of tokens that they emitted."""
     return torch.tensor([0, *emitted[:-1]]).cumsum(dim=0) + prompt.shape[1]
+
+
+def watch_rounds(
+    learned: Learned, projection: torch.nn.Module, do_sample: bool
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]], torch.Tensor]:
+    """A call of `generate` over the second prompt.
+
+    Returns its sequence, its rounds (draft, logits, emitted tokens) but for a last one with less room, and what
+    `projection` read in them, joined.
+    """
+    rounds, features = [], []
+    hook = projection.register_forward_pre_hook(lambda module, args: features.append(args[0]))
+    torch.manual_seed(0)
+    prompt = learned.prompts[1]
+    with speculation_statistics(on_round=lambda *values: rounds.append(values)):
+        sequence = learned.target.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=24,
+            do_sample=do_sample,
+            **({"top_k": 0} if do_sample else {}),
+            custom_generate=learned.trainer.drafter.custom_generate,
+        )
+    hook.remove()
+    rounds = [each for each in rounds if each[0].shape[1] == NUM_DRAFT_TOKENS]
+    assert any(1 < emitted.shape[1] <= NUM_DRAFT_TOKENS for _, _, emitted in rounds)  # accepted in part
+    return sequence, rounds, torch.cat(features[: len(rounds)], dim=1)
 
 
 def training_inputs(sequence: torch.Tensor, anchors: torch.Tensor, drafts: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -12,7 +12,15 @@ from dlite_hf import speculation_statistics
 from dlite_hf.evaluation.measuring import measure
 from dlite_hf.evaluation.methods import Method
 
-from .support import NUM_DRAFT_TOKENS, anchors_of_rounds, generate_plainly, learn_by_heart, make_store, training_inputs
+from .support import (
+    NUM_DRAFT_TOKENS,
+    anchors_of_rounds,
+    generate_plainly,
+    learn_by_heart,
+    make_store,
+    training_inputs,
+    watch_rounds,
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +64,12 @@ def test_an_evaluation_counts_its_rounds(learned):
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_training_shows_what_inference_does(learned, tmp_path, do_sample):
     drafter, target, prompt = learned.trainer.drafter, learned.target, learned.prompts[1]
-    rounds, features = [], []
-    hook = drafter.encoder.fc.register_forward_pre_hook(lambda module, args: features.append(args[0]))
-    torch.manual_seed(0)
-    with speculation_statistics(on_round=lambda *values: rounds.append(values)):
-        sequence = target.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=24,
-            do_sample=do_sample,
-            **({"top_k": 0} if do_sample else {}),
-            custom_generate=drafter.custom_generate,
-        )
-    hook.remove()
-    rounds = [each for each in rounds if each[0].shape[1] == NUM_DRAFT_TOKENS]  # the last may have had less room
-    assert any(1 < emitted.shape[1] <= NUM_DRAFT_TOKENS for _, _, emitted in rounds)  # accepted in part
+    sequence, rounds, seen = watch_rounds(learned, drafter.encoder.fc, do_sample)
     anchors = anchors_of_rounds(prompt, [emitted.shape[1] for _, _, emitted in rounds])
 
     trainer, drafts = learned.trainer, torch.cat([draft for draft, _, _ in rounds])
     trainer.store = make_store(target, [(sequence, prompt.shape[1])], tmp_path / "store.pt")
     context = trainer.context(training_inputs(sequence, anchors, drafts))
-    seen = torch.cat(features[: len(rounds)], dim=1)
     torch.testing.assert_close(context.features[-1], seen[0], rtol=1e-4, atol=1e-4)
     before = torch.cat([sequence[0, anchors][:, None], drafts[:, :-1]], dim=1)
     with torch.no_grad():

@@ -18,6 +18,7 @@ from .support import (
     make_shape,
     make_store,
     training_inputs,
+    watch_rounds,
 )
 
 
@@ -60,27 +61,12 @@ def test_the_saved_drafter_drafts_in_generate_and_changes_nothing(learned, tmp_p
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_training_shows_what_inference_does(learned, tmp_path, do_sample):
     drafter, target, prompt = learned.trainer.drafter, learned.target, learned.prompts[1]
-    rounds, features = [], []
-    hook = drafter.fc.register_forward_pre_hook(lambda module, args: features.append(args[0]))
-    torch.manual_seed(0)
-    with speculation_statistics(on_round=lambda *values: rounds.append(values)):
-        sequence = target.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=24,
-            do_sample=do_sample,
-            **({"top_k": 0} if do_sample else {}),
-            custom_generate=drafter.custom_generate,
-        )
-    hook.remove()
-    rounds = [each for each in rounds if each[0].shape[1] == NUM_DRAFT_TOKENS]  # the last may have had less room
-    assert any(1 < emitted.shape[1] <= NUM_DRAFT_TOKENS for _, _, emitted in rounds)  # accepted in part
+    sequence, rounds, seen = watch_rounds(learned, drafter.fc, do_sample)
     anchors = anchors_of_rounds(prompt, [emitted.shape[1] for _, _, emitted in rounds])
 
     trainer, drafts = learned.trainer, torch.cat([draft for draft, _, _ in rounds])
     trainer.store = make_store(target, [(sequence, prompt.shape[1])], tmp_path / "store.pt")
     context = trainer.context(training_inputs(sequence, anchors, drafts))
-    seen = torch.cat(features[: len(rounds)], dim=1)
     torch.testing.assert_close(context.features[-1], seen[0], rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         embeds = [embed_tokens(target, ids) for ids in (context.next_token_ids, drafts[:, :-1])]

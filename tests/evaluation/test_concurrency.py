@@ -158,7 +158,9 @@ def test_continuous_batching_that_gives_up_is_not_timed(results, reason):
 
 
 def test_an_unfinished_answer_is_waited_for():
-    concurrency._serve(ScriptedManager([answer(1, is_finished=False), answer(3)]), [[4]], 3)
+    manager = ScriptedManager([answer(1, is_finished=False), answer(3)])
+    concurrency._serve(manager, [[4]], 3)
+    assert list(manager.results) == []  # both were taken
 
 
 def test_a_real_target_with_a_drafter_and_continuous_batching():

@@ -20,7 +20,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from .markdown import make_table
-from .measuring import Clock, _generation_config
+from .measuring import Clock, use_generation_config
 from .methods import PLAIN, Method, neutral_generation_config
 
 
@@ -186,8 +186,8 @@ def _generate(
         attention_mask[row, length - len(prompt) :] = 1
     inputs = {"input_ids": input_ids.to(target.device), "attention_mask": attention_mask.to(target.device)}
     with (
-        _generation_config(target, config),
-        _generation_config(method.assistant, getattr(method.assistant, "generation_config", None)),
+        use_generation_config(target, config),
+        use_generation_config(method.assistant, getattr(method.assistant, "generation_config", None)),
     ):
         started = _time_when_idle(target.device, clock)
         sequences = target.generate(

@@ -108,8 +108,8 @@ def measure(
         torch.cuda.reset_peak_memory_stats(target.device)
         allocated = torch.cuda.memory_allocated(target.device)
     with (
-        _generation_config(target, neutral_generation_config(target.generation_config)),
-        _generation_config(method.assistant, getattr(method.assistant, "generation_config", None)),
+        use_generation_config(target, neutral_generation_config(target.generation_config)),
+        use_generation_config(method.assistant, getattr(method.assistant, "generation_config", None)),
         speculation_statistics() as statistics,
     ):
         started = stopwatch.time()
@@ -199,7 +199,7 @@ def _counters_of_stream(tokens_per_forward: list[int], has_draft: bool) -> dict[
 
 
 @contextmanager
-def _generation_config(model: PreTrainedModel | None, config: GenerationConfig | None) -> Iterator[None]:
+def use_generation_config(model: PreTrainedModel | None, config: GenerationConfig | None) -> Iterator[None]:
     """Gives `model` a copy of `config` meanwhile: Transformers writes into an assistant's."""
     if model is None or config is None:
         yield
@@ -211,4 +211,4 @@ def _generation_config(model: PreTrainedModel | None, config: GenerationConfig |
         model.generation_config = before
 
 
-__all__ = ["Clock", "Measurement", "measure", "sampling_options"]
+__all__ = ["Clock", "Measurement", "measure", "sampling_options", "use_generation_config"]

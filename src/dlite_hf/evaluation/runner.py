@@ -2,7 +2,6 @@
 """An evaluation: every prompt under every method, one after the other; it can be killed and taken up again."""
 
 import json
-import math
 import os
 import time
 import zlib
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..training_record import hardware, versions, without_folders
+from .checks import check_assistants, check_evaluation, prompt_room
 from .divergence import compare
 from .measuring import Clock, measure, sampling_options
 from .methods import PLAIN, Method, ignored_settings
@@ -78,7 +78,9 @@ def evaluate(
             an assistant's context is shorter than prompts may be, `output_dir` holds an evaluation under other
             conditions, or no prompt fits.
     """
-    _check(target, methods, tasks, temperatures, {"max_new_tokens": max_new_tokens, "num_prompts": num_prompts})
+    check_evaluation(
+        target, methods, tasks, temperatures, {"max_new_tokens": max_new_tokens, "num_prompts": num_prompts}
+    )
     tasks = [replace(task, records=task.records[:num_prompts]) for task in tasks]
     conditions = {
         "target": {
@@ -110,9 +112,9 @@ def evaluate(
             for task in tasks
         ],
     }
-    room = _prompt_room(target, max_new_tokens, max_prompt_tokens)
+    room = prompt_room(target, max_new_tokens, max_prompt_tokens)
     sessions = [session for task in tasks for session in make_sessions(task)]
-    _check_assistants(methods, room, max_new_tokens)
+    check_assistants(methods, room, max_new_tokens)
     for session in sessions:
         for turn in session.turns:  # rather now than after hours
             _render(tokenizer, session, turn, [""] * turn.index, chat_template_kwargs)
@@ -131,59 +133,9 @@ def evaluate(
     return progress.finish()
 
 
-def _check(
-    target: PreTrainedModel,
-    methods: Sequence[Method],
-    tasks: Sequence[Task],
-    temperatures: Sequence[float],
-    limits: dict[str, int | None],
-) -> None:
-    if target.training:
-        raise ValueError("The target is in training mode, so dropout may run; call `target.eval()`.")
-    names = [method.name for method in methods]
-    if len(set(names)) < len(names) or [method.name for method in methods if method.kind == PLAIN] != [PLAIN]:
-        raise ValueError(f"The methods are {names}; give every method its own name, and {PLAIN!r} among them.")
-    task_names = [task.name for task in tasks]
-    if not tasks or len(set(task_names)) < len(task_names):
-        raise ValueError(f"The tasks are {task_names}; give at least one, and every task its own name.")
-    is_valid = all(math.isfinite(temperature) and temperature >= 0 for temperature in temperatures)
-    if not temperatures or not is_valid or len(set(temperatures)) < len(temperatures):
-        raise ValueError(
-            f"`temperatures` is {list(temperatures)}; give at least one, none twice, none below 0 or infinite."
-        )
-    for name, limit in limits.items():
-        if limit is not None and limit < 1:
-            raise ValueError(f"`{name}` is {limit}, but must be at least 1.")
-
-
 def _quantization(target: PreTrainedModel) -> str | None:
     method = getattr(target, "quantization_method", None)
     return None if method is None else str(getattr(method, "value", method))
-
-
-def _prompt_room(target: PreTrainedModel, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
-    """How many tokens a prompt may have."""
-    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    rooms = [each for each in (max_prompt_tokens, context and context - max_new_tokens) if each is not None]
-    if rooms and min(rooms) < 1:
-        raise ValueError(
-            f"`max_new_tokens` {max_new_tokens} and `max_prompt_tokens` {max_prompt_tokens} leave no room for a "
-            f"prompt in a context of {context} tokens; lower the one or raise the other."
-        )
-    return min(rooms, default=2**31)
-
-
-def _check_assistants(methods: Sequence[Method], room: int, max_new_tokens: int) -> None:
-    """Refuses an assistant that prompts could leave without a context: it would fail there, or draft noise."""
-    for method in methods:
-        if method.kind != "assistant" or method.assistant is None:
-            continue
-        context = getattr(method.assistant.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if context is not None and context < room + max_new_tokens:
-            raise ValueError(
-                f"{method.name!r} has a context of {context} tokens, but prompts may have {room} and answers "
-                f"{max_new_tokens}; pass `max_prompt_tokens` {context - max_new_tokens}, or drop it."
-            )
 
 
 def _render(
