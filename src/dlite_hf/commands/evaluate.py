@@ -2,15 +2,16 @@
 """`dlite-hf evaluate`: what drafters gain over plain generation and over Transformers' own ways to draft."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..evaluation.concurrency import concurrency_table, measure_concurrency
-from ..evaluation.methods import make_methods
+from ..evaluation.methods import Method, make_methods
 from ..evaluation.report import Report
 from ..evaluation.runner import evaluate
 from ..evaluation.sessions import make_sessions, render_prompt
@@ -84,8 +85,12 @@ class EvaluateArguments:
         return read_template_kwargs(self.chat_template_kwargs)
 
 
-def main(args: EvaluateArguments) -> None:
+def main(args: EvaluateArguments, make_more_methods: Callable[[PreTrainedModel], list[Method]] | None = None) -> None:
     """Evaluates, and writes `report.json`, `report.md` and plots into `output_dir`; and `concurrency.json`, if asked.
+
+    Args:
+        args: what is compared, on what, and where the report goes.
+        make_more_methods: takes the target and returns methods that no folder describes, to be compared, too.
 
     Raises:
         ImportError: if matplotlib is missing, before anything is loaded.
@@ -100,6 +105,8 @@ def main(args: EvaluateArguments) -> None:
     device = args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype or "auto").to(device).eval()
     tokenizer, methods = AutoTokenizer.from_pretrained(args.target), make_methods(target, args.methods, args.drafters)
+    if make_more_methods is not None:
+        methods += make_more_methods(target)
     result = evaluate(
         target,
         tokenizer,

@@ -215,7 +215,7 @@ def _drafter_method(name: str, checkpoint: str, target: PreTrainedModel) -> Meth
         settings,
         assistant,
         checkpoint=without_folders(checkpoint.rstrip("/\\")),
-        sha256=_weights_sha256(assistant),
+        sha256=weights_sha256(assistant),
         parameters=sum(parameter.numel() for parameter in assistant.parameters()),
         num_draft_tokens=num_draft_tokens,
         note=note,
@@ -256,7 +256,8 @@ def _describe_assistant(config: GenerationConfig) -> tuple[int, str]:
     )
 
 
-def _weights_sha256(model: PreTrainedModel) -> str:
+def weights_sha256(model: PreTrainedModel) -> str:
+    """The SHA-256 of a model's parameters, names and values, as `Method.sha256` has it."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
@@ -264,4 +265,4 @@ def _weights_sha256(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["PLAIN", "Method", "ignored_settings", "make_methods", "neutral_generation_config"]
+__all__ = ["PLAIN", "Method", "ignored_settings", "make_methods", "neutral_generation_config", "weights_sha256"]
