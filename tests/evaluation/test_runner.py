@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """Evaluations of a scripted target by a scripted clock: what is counted, in which order, and after a kill."""
 
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -47,12 +48,16 @@ class ScriptedTarget:
         self.now = 0.0
         self.calls = []
         self.kill_at = None
+        self.weight = torch.nn.Parameter(torch.zeros(2))
 
     def clock(self):
         return self.now
 
     def num_parameters(self):
         return 1000
+
+    def named_parameters(self):
+        return [("weight", self.weight)]
 
     def generate(self, input_ids, attention_mask, streamer, max_new_tokens, method="plain", **options):
         if len(self.calls) == self.kill_at:
@@ -141,6 +146,9 @@ def test_figures_that_cannot_flatter(tmp_path, monkeypatch):
     orders = [["plain", "dlite", "stock"], ["dlite", "stock", "plain"], ["stock", "plain", "dlite"]]
     assert [row["order"] for row in result["rows"]] == [*orders, orders[0]]
     assert calls == sum(orders, []) + orders[0]
+    # So does every turn of a session of as many turns as there are methods.
+    talks = run(target, [PLAIN, DLITE], [make_task(["a", "b"], ["c", "d"])], tmp_path / "talks")
+    assert [row["order"][0] for row in talks["rows"]] == ["plain", "dlite", "dlite", "plain"]
     for row in result["rows"]:
         plain, stock = row["measurements"]["plain"], row["measurements"]["stock"]
         assert (plain["first_token_seconds"], plain["seconds"]) == (2.0, 2.0 + 5 * PLAIN_SECONDS)
@@ -161,6 +169,7 @@ def test_below_one_is_printed_as_such_with_the_conditions(tmp_path):
     assert conditions["target"] == {
         "name": "somewhere/scripted",
         "parameters": 1000,
+        "sha256": hashlib.sha256(b"weight" + bytes(8)).hexdigest(),
         "dtype": "float32",
         "quantization": None,
     }
@@ -331,6 +340,9 @@ def test_other_conditions_are_refused(tmp_path):
         r"`thinking` None, but this one has False|`chat_template_kwargs`",
         chat_template_kwargs={"enable_thinking": False},
     )
+    target.weight = torch.nn.Parameter(torch.ones(2))
+    refuse("`target`")
+    target.weight = torch.nn.Parameter(torch.zeros(2))
     refuse("`methods`", methods=(PLAIN, STOCK))
     refuse("`tasks`", tasks=[make_task("a", "b", "c")])
     threads = torch.get_num_threads()

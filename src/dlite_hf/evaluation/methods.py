@@ -257,10 +257,12 @@ def _describe_assistant(config: GenerationConfig) -> tuple[int, str]:
 
 
 def weights_sha256(model: PreTrainedModel) -> str:
-    """The SHA-256 of a model's parameters, names and values, as `Method.sha256` has it."""
+    """The SHA-256 of a model's parameters, names and values, but for values that are offloaded."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
+        if parameter.is_meta:
+            continue
         digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 

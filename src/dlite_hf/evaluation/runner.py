@@ -18,7 +18,7 @@ from ..training_record import hardware, versions, without_folders
 from .checks import check_assistants, check_evaluation, prompt_room
 from .divergence import compare
 from .measuring import Clock, measure, sampling_options
-from .methods import PLAIN, Method, ignored_settings
+from .methods import PLAIN, Method, ignored_settings, weights_sha256
 from .progress import Progress
 from .sessions import PrefixCache, Session, Turn, make_sessions, render_prompt
 from .tasks import Task
@@ -86,6 +86,7 @@ def evaluate(
         "target": {
             "name": without_folders(target_name or target.config.name_or_path),
             "parameters": target.num_parameters(),
+            "sha256": weights_sha256(target),
             "dtype": str(target.dtype).removeprefix("torch."),
             "quantization": target_quantization or _quantization(target),
         },
@@ -207,7 +208,8 @@ class _Run:
     ) -> tuple[dict[str, Any], list[int]]:
         """The row of a turn, and plain generation's answer."""
         methods = self.progress.methods
-        shift = len(self.progress.rows) % len(methods)
+        # Every turn has all orders, however many turns a session has.
+        shift = (len(self.progress.skipped) + turn.index) % len(methods)  # by finished sessions
         order = [*methods[shift:], *methods[:shift]]
         measurements, tokens = {}, {}
         for method in order:
