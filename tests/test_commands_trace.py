@@ -135,6 +135,12 @@ def test_refused_arguments(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_prompt_without_room_is_refused(trace, tiny_llama):
+    context = tiny_llama.config.max_position_embeddings
+    with pytest.raises(ValueError, match=rf"`max_new_tokens` {context - 3} there is room for 3 in the target's"):
+        trace("--prompt", "w9 w10 w11", "--max_new_tokens", context - 3)
+
+
 def test_refused_records(trace, prompts):
     with pytest.raises(ValueError, match="has no record with the `id` 'none'"):
         trace("--prompts", prompts, "--id", "none")

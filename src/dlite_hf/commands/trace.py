@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from ..conversations import template_inputs
+from ..evaluation.checks import prompt_room
 from ..evaluation.tasks import check_record
 from ..json_lines import read_json_lines
 from ..modeling_dlite import DLiteForDrafting
@@ -62,7 +63,8 @@ def main(args: TraceArguments) -> None:
     """Generates, and writes the page.
 
     Raises:
-        ValueError: if the prompt cannot be found or rendered, or as [`~dlite_hf.trace.trace_generation`] does.
+        ValueError: if the prompt cannot be found or rendered, or does not fit into the target's context, or as
+            [`~dlite_hf.trace.trace_generation`] does.
     """
     if Path(args.output).is_dir() or not Path(args.output).parent.is_dir():
         raise ValueError(f"`output` is {args.output!r}; name a file in a folder that exists.")
@@ -71,6 +73,12 @@ def main(args: TraceArguments) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     inputs = _inputs(args, conversation, tokenizer)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype or "auto").to(device)
+    num_tokens, room = inputs["input_ids"].shape[1], prompt_room(target, args.max_new_tokens, None)
+    if num_tokens > room:
+        raise ValueError(
+            f"The prompt has {num_tokens} tokens, but beside `max_new_tokens` {args.max_new_tokens} there is room for "
+            f"{room} in the target's context; pass a shorter one, or lower `max_new_tokens`."
+        )
     drafter = DLiteForDrafting.from_pretrained(args.drafter, dtype=target.dtype).to(device)
     options: dict[str, Any] = {"do_sample": args.temperature > 0, "max_new_tokens": args.max_new_tokens}
     if args.temperature > 0:
