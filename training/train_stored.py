@@ -140,6 +140,11 @@ class StoredTrainer(DLiteTrainer):
         super().__init__(*args, **kwargs)
         self.store = store
         self.layer_ids = store["layer_ids"].tolist()
+        if missing := sorted(set(self.drafter.config.captured_layer_ids) - set(self.layer_ids)):
+            raise ValueError(
+                f"The drafter reads the layers {missing}, but the store holds {self.layer_ids}; write another one, or "
+                "choose `target_layer_ids` and `history_layer_ids` among them."
+            )
         weight = self.target.get_output_embeddings().weight
         vocab_ids = self.drafter.sequential_head.draft_vocab_ids
         self.lm_head = weight if vocab_ids is None else weight[vocab_ids].contiguous()

@@ -59,16 +59,21 @@ def test_context_is_all_before_the_anchor(target, store, make_trainer):
         assert tokens[-1] == inputs["previous_token_ids"][i, -1]
 
 
+def make_dlite_trainer(target, store, folder, args, **overrides):
+    anchors = StoredAnchors(store)
+    drafter = make_drafter(target, **{"num_draft_tokens": 4, "target_layer_ids": LAYER_IDS, **overrides})
+    data = {"train_dataset": anchors, "data_collator": anchors.collate}
+    return StoredTrainer(drafter, target, make_args(folder, **args), **data, store=store)
+
+
+def test_a_store_without_the_layers_of_a_drafter_is_refused(target, store, tmp_path):
+    with pytest.raises(ValueError, match=r"reads the layers \[1\], but the store holds \[0, 2, 4\]; write another"):
+        make_dlite_trainer(target, store, tmp_path, {}, target_layer_ids=[0, 1, 4])
+
+
 def test_every_step_has_the_anchors_of_a_dlite_run(target, store, make_trainer, tmp_path):
     args = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 9}
-    dlite = StoredTrainer(
-        make_drafter(target, num_draft_tokens=4, target_layer_ids=LAYER_IDS),
-        target,
-        make_args(tmp_path, **args),
-        train_dataset=StoredAnchors(store),
-        data_collator=StoredAnchors(store).collate,
-        store=store,
-    )
+    dlite = make_dlite_trainer(target, store, tmp_path, args)
     rival = make_trainer(**args)
     seen = {}
     for trainer in (dlite, rival):
