@@ -137,7 +137,7 @@ def test_refused_arguments(arguments, message, capsys):
 
 def test_a_prompt_without_room_is_refused(trace, tiny_llama):
     context = tiny_llama.config.max_position_embeddings
-    with pytest.raises(ValueError, match=rf"`max_new_tokens` {context - 3} there is room for 3 in the target's"):
+    with pytest.raises(ValueError, match=rf"`max_new_tokens` {context - 3} exceed the target's context of {context};"):
         trace("--prompt", "w9 w10 w11", "--max_new_tokens", context - 3)
 
 

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ def test_the_repository_says_what_its_reports_say():
     assert list(write_results.outdated(ROOT)) == [], "run `python training/write_results.py`"
 
 
+def test_every_picture_that_a_document_shows_is_there():
+    shown = [link for name in write_results.DOCUMENTS for link in re.findall(r"\]\((\S+?\.png)\)", read(name))]
+    assert shown and [link for link in shown if not (ROOT / link).exists()] == []
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
 def test_every_shipped_drafter_that_was_measured_has_a_recipe_for_its_card():
     reports = [Report.load(file) for file in sorted((ROOT / write_results.RESULTS).glob("*.json")) if is_report(file)]
     measured = {name for each in reports for name in each.drafters}
@@ -88,6 +98,19 @@ def test_a_report_that_changes_is_found(root, monkeypatch):
     run(monkeypatch)
     report([row(dlite=measurement(seconds=11.0))]).save(root / "training" / "results" / "report.json")
     assert list(write_results.outdated(root)) == ["RESULTS.md"]
+
+
+def test_pictures_are_those_of_the_report(root, monkeypatch):
+    document, folder = root / "RESULTS.md", root / "training" / "results" / "report"
+    document.write_text(document.read_text() + "![Speedups](training/results/report/speedup-t0.png)\n")
+    assert sorted(write_results.outdated(root)) == ["RESULTS.md", "training/results/report/report.sha256"]
+    run(monkeypatch)
+    before = (folder / "speedup-t0.png").read_bytes()
+    assert write_results.outdated(root) == {}
+    report([row(dlite=measurement(seconds=2.0))]).save(root / "training" / "results" / "report.json")
+    assert "training/results/report/report.sha256" in write_results.outdated(root)
+    run(monkeypatch)
+    assert write_results.outdated(root) == {} and (folder / "speedup-t0.png").read_bytes() != before
 
 
 def test_several_sections(root):

@@ -26,6 +26,7 @@ from dlite_hf.evaluation.roofline import (
     roofline_table,
     simulate,
 )
+from dlite_hf.training_record import without_folders
 
 
 KINDS = ("dlite", "dflash", "dspark")
@@ -107,8 +108,8 @@ def main() -> None:
     if args.output:
         content = {
             "note": SIMULATED,
-            "target": args.target,
-            "tau_from": str(args.report or "--tau"),
+            "target": without_folders(args.target),
+            "tau_from": args.report.name if args.report else "--tau",
             "rows": simulated,
         }
         args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ corpus use `dlite-hf train`, which runs the target beside the drafter.
 it. `--drafter` goes on from another drafter's weights.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,11 +63,17 @@ class StoredArguments:
 
 @torch.no_grad()
 def write_store(
-    target: PreTrainedModel, samples: Sequence[dict[str, Any]], config: DLiteConfig, window: int, file: Path
+    target: PreTrainedModel,
+    samples: Sequence[dict[str, Any]],
+    config: DLiteConfig,
+    window: int,
+    file: Path,
+    train_files: Sequence[str] = (),
 ) -> None:
     """Stores the blocks of all samples, and of every token from `window` before the first pivot on what the target
     says: hidden states, the most likely next token, and the logarithm of the sum of all exponentials. The tokens
-    themselves and their positions are for drafters that read all of a conversation, see `training/baselines`."""
+    themselves and their positions are for drafters that read all of a conversation, see `training/baselines`. Of
+    `train_files`, where the samples are from, it stores the hashes."""
     starts = [max(0, sample["supervised"].index(True) - 1 - window) for sample in samples]
     num_tokens = sum(len(sample["input_ids"]) - start for sample, start in zip(samples, starts, strict=True))
     layer_ids = config.captured_layer_ids
@@ -107,7 +114,29 @@ def write_store(
         if number % 100 == 99:
             logger.warning(f"{number + 1} of {len(samples)} conversations stored")
     tensors = {name: torch.cat(values) for name, values in parts.items()}
-    torch.save({"features": features, "layer_ids": torch.tensor(layer_ids), **tensors}, file)
+    origin = {"window": window, "train_files": _hashes(train_files)}
+    torch.save({"features": features, "layer_ids": torch.tensor(layer_ids), **origin, **tensors}, file)
+
+
+def read_store(file: Path, window: int, train_files: Sequence[str]) -> dict[str, Any]:
+    """A store that was written before; without `train_files`, of whichever conversations.
+
+    Raises:
+        ValueError: if it holds another window, or is of other files.
+    """
+    store = torch.load(file, mmap=True)
+    given = {"window": window, **({"train_files": _hashes(train_files)} if train_files else {})}
+    for name, value in given.items():
+        if store[name] != value:
+            raise ValueError(
+                f"The store {file} was written with `{name}` {store[name]}, but this run has {value}; name another "
+                "`store`, which is then written."
+            )
+    return store
+
+
+def _hashes(files: Sequence[str]) -> dict[str, str]:
+    return {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files}
 
 
 class StoredAnchors(Dataset):
@@ -144,6 +173,11 @@ class StoredTrainer(DLiteTrainer):
             raise ValueError(
                 f"The drafter reads the layers {missing}, but the store holds {self.layer_ids}; write another one, or "
                 "choose `target_layer_ids` and `history_layer_ids` among them."
+            )
+        if self.drafter.config.history_window - 1 > store["window"]:
+            raise ValueError(
+                f"`history_window` is {self.drafter.config.history_window}, but the store holds {store['window']} "
+                "tokens before an answer; write one with a larger `store_window`."
             )
         weight = self.target.get_output_embeddings().weight
         vocab_ids = self.drafter.sequential_head.draft_vocab_ids
@@ -230,8 +264,9 @@ def main() -> None:
         conversations = [each for file in script_args.train_files for each in read_json_lines(file)]
         end_ids = end_of_turn_ids(target.generation_config)
         samples = tokenize_conversations(conversations, tokenizer, end_ids, args.max_length)
-        write_store(target, list(samples), drafter.config, script_args.store_window, script_args.store)
-    store = torch.load(script_args.store, mmap=True)
+        origin = (script_args.store_window, script_args.store, script_args.train_files)
+        write_store(target, list(samples), drafter.config, *origin)
+    store = read_store(script_args.store, script_args.store_window, script_args.train_files)
     if script_args.draft_vocab_size is not None and drafter.config.draft_vocab_size is None:
         drafter.reduce_draft_vocabulary(most_frequent(store, script_args.draft_vocab_size))
     teacher = None

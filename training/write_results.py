@@ -6,11 +6,14 @@
 
 In a document, what stands between `<!-- results: report.json tables -->` and `<!-- end -->` is that view of that
 report; `dlite_hf.evaluation.views` lists the views, and `concurrency` and `roofline` are the tables of files whose
-`rows` are what `measure_concurrency` and `simulate` returned. A card is made from the recipe
-`training/results/<name>.yaml`, the arguments of `dlite-hf card` with paths from the repository's root.
+`rows` are what `measure_concurrency` and `simulate` returned. A document that shows `training/results/<report>/*.png`
+gets that report's pictures, drawn anew when `<report>.json` is another than `report.sha256` beside them says. A card is
+made from the recipe `training/results/<name>.yaml`, the arguments of `dlite-hf card` with paths from the repository's
+root.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import sys
@@ -21,6 +24,7 @@ from transformers import HfArgumentParser
 
 from dlite_hf.commands.card import CardArguments, make_card
 from dlite_hf.evaluation.concurrency import concurrency_table
+from dlite_hf.evaluation.plots import save_plots
 from dlite_hf.evaluation.report import Report
 from dlite_hf.evaluation.roofline import roofline_table
 from dlite_hf.evaluation.views import VIEWS
@@ -30,7 +34,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("training", "results")
 DOCUMENTS = ("README.md", "RESULTS.md", "training/README.md")
 TABLES = {"concurrency": concurrency_table, "roofline": roofline_table}
+HASH = "report.sha256"
 BEGIN, END = "<!-- results:", "<!-- end -->"
+_PICTURE = re.compile(rf"\]\(({RESULTS.as_posix()}/[^/)]+)/[^/)]+\.png\)")
 _SECTION = re.compile(rf"({BEGIN} (\S+) (\S+) -->\n)((?:(?!{BEGIN}).)*?)({END})", re.DOTALL)
 
 
@@ -69,11 +75,14 @@ def card_recipes(root: Path) -> dict[str, CardArguments]:
 
 
 def outdated(root: Path) -> dict[str, str]:
-    """The documents and cards that differ from the reports, and what each should be."""
+    """The documents, cards and hashes of pictures that differ from the reports, and what each should be."""
     expected = {}
     for name in DOCUMENTS:
         if (root / name).exists():
             expected[name] = fill((root / name).read_text(encoding="utf-8"), root / RESULTS)
+            for folder in _PICTURE.findall(expected[name]):
+                report = (root / f"{folder}.json").read_bytes()
+                expected[f"{folder}/{HASH}"] = hashlib.sha256(report).hexdigest() + "\n"
     with chdir(root):
         for folder, recipe in card_recipes(root).items():
             expected[f"{folder}/README.md"] = str(make_card(recipe))
@@ -92,9 +101,12 @@ def main() -> int:
     for name, text in different.items():
         if args.check:
             print(f"{name} differs from its reports; run `python training/write_results.py`.")
-        else:
-            (ROOT / name).write_text(text, encoding="utf-8")
-            print(f"Wrote {name}.")
+            continue
+        if Path(name).name == HASH:
+            folder = (ROOT / name).parent
+            save_plots(Report.load(folder.with_name(f"{folder.name}.json")), folder)
+        (ROOT / name).write_text(text, encoding="utf-8")
+        print(f"Wrote {name}.")
     return 1 if args.check and different else 0
 
 

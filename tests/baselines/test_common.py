@@ -71,6 +71,12 @@ def test_a_store_without_the_layers_of_a_drafter_is_refused(target, store, tmp_p
         make_dlite_trainer(target, store, tmp_path, {}, target_layer_ids=[0, 1, 4])
 
 
+def test_a_store_without_the_history_of_a_drafter_is_refused(target, store, tmp_path):
+    layer_ids = {"history_layer_ids": [0, 4], "history_window": 1002}  # the store has a window of 1,000
+    with pytest.raises(ValueError, match="`history_window` is 1002, but the store holds 1000 tokens before an answer"):
+        make_dlite_trainer(target, store, tmp_path, {}, **layer_ids)
+
+
 def test_every_step_has_the_anchors_of_a_dlite_run(target, store, make_trainer, tmp_path):
     args = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 9}
     dlite = make_dlite_trainer(target, store, tmp_path, args)

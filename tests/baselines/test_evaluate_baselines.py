@@ -10,9 +10,11 @@ import torch
 from dspark import make_dspark
 from eagle3 import make_eagle3
 
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from dlite_hf.evaluation.report import Report
 
-from ..targets import make_chatml_tokenizer, make_drafter, make_target
+from ..targets import SIZES, make_chatml_tokenizer, make_drafter, make_target
 from .support import NUM_DRAFT_TOKENS, make_shape
 
 
@@ -28,6 +30,13 @@ def folder(tmp_path):
     turns = [{"id": str(i), "turns": [text, "two"]} for i, text in enumerate(("one one", "three"))]
     (tmp_path / "short.jsonl").write_text("".join(json.dumps(record) + "\n" for record in turns))
     return tmp_path
+
+
+def test_a_rival_of_another_target_is_refused(folder):
+    target = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 3}))
+    rivals = evaluate_baselines.RivalArguments(eagle3=str(folder / "eagle3"))
+    with pytest.raises(ValueError, match=r"'EAGLE-3' reads the layers \[0, 2, 4\], but LlamaForCausalLM has 3; load"):
+        evaluate_baselines.rival_methods(rivals, target)
 
 
 @pytest.mark.parametrize("rivals", [["dspark", "eagle3"], ["eagle3"], []])

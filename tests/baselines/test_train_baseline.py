@@ -81,6 +81,16 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(run, folder, method, op
     assert torch.load(folder / "store.pt")["layer_ids"].tolist() == [1, 2, 3, 4, 5, 7]
 
 
+def test_a_store_of_other_conversations_is_refused(run, folder, tmp_path):
+    run("eagle3", "first", "--max_steps", "1")
+    other = tmp_path / "answers.jsonl"
+    other.write_text((folder / "answers.jsonl").read_text().replace("perhaps", "never"))
+    with pytest.raises(ValueError, match="was written with `train_files` {'answers.jsonl': '.*name another `store`"):
+        run("eagle3", "second", "--train_files", str(other))
+    with pytest.raises(ValueError, match="was written with `window` 4096, but this run has 100; name"):
+        run("eagle3", "second", "--max_length", "100")
+
+
 def test_options_of_another_method_are_refused(run):
     with pytest.raises(ValueError, match="`draft_vocab_size` is set, but dflash has none"):
         run("dflash", "refused", "--draft_vocab_size", "20")

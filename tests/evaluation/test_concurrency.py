@@ -34,6 +34,7 @@ class ScriptedTarget:
         penalty = self.generation_config.repetition_penalty
         self.now += self.seconds(name, len(input_ids), len(self.calls))
         call = {"name": name, "ids": input_ids.tolist(), "mask": attention_mask.tolist(), "penalty": penalty}
+        call["eos_token_id"] = self.generation_config.eos_token_id
         self.calls.append({**call, **kwargs, "max_new_tokens": max_new_tokens})
         return torch.cat([input_ids, torch.ones(len(input_ids), max_new_tokens, dtype=torch.long)], dim=1)
 
@@ -69,7 +70,7 @@ def test_every_sequence_gets_all_tokens_whatever_the_targets_own_configuration_s
     target = ScriptedTarget()
     target.measure(batch_sizes=[1], max_new_tokens=7, repeats=1)
     call = target.calls[-1]
-    assert call["min_new_tokens"] == call["max_new_tokens"] == 7
+    assert (call["max_new_tokens"], call["eos_token_id"]) == (7, None) and "min_new_tokens" not in call
     assert call["do_sample"] is False
     assert call["penalty"] != 3.0
     assert target.generation_config.repetition_penalty == 3.0

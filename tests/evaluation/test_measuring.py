@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 
+from dlite_hf.evaluation import divergence
 from dlite_hf.evaluation.divergence import answer_logits, compare
 from dlite_hf.evaluation.measuring import measure, sampling_options
 from dlite_hf.evaluation.methods import Method, make_methods
@@ -220,21 +221,35 @@ def test_a_stream_that_is_not_the_answer(target, monkeypatch):
 
 
 @torch.no_grad()
-def test_where_outputs_part(target):
+def test_where_outputs_part(target, monkeypatch):
     prompt_ids = make_inputs(target, 20)["input_ids"]
     plain = plain_answer(target)
     logits, several = answer_logits(target, prompt_ids, plain, (1, 5))
     assert logits.argmax(dim=-1).tolist() == plain
     torch.testing.assert_close(several, logits, rtol=1e-4, atol=1e-3)
-    fresh = target(torch.cat([prompt_ids, torch.tensor([plain[:7]])], dim=1)).logits[0, -1]
-    best = fresh.topk(2).values
+    monkeypatch.setattr(target.config, "use_cache", False)  # as a checkpoint of a training run may say
     for place in (0, 7):
-        other = [*plain[:place], (plain[place] + 1) % 97, *plain[place + 1 :]]
-        found = compare(target, prompt_ids, plain, other, 4)
-        assert found["first_difference"] == place and found["largest_rounding"] < 1e-3
-    assert found["top2_gap"] == pytest.approx(float(best[0] - best[1]), abs=1e-3)
-    shorter = compare(target, prompt_ids, plain[:5], plain, 4)
-    assert (shorter["first_difference"], shorter["top2_gap"]) == (5, None)
+        fresh = target(torch.cat([prompt_ids, torch.tensor([plain[:place]]).long()], dim=1)).logits[0, -1]
+        for token in (int(fresh.topk(2).indices[1]), int(fresh.argmin())):  # a wrong loop is not excused by the second
+            other = [*plain[:place], token, *plain[place + 1 :]]
+            found = compare(target, prompt_ids, plain, other, 4)
+            assert found["first_difference"] == place and found["largest_rounding"] < 1e-3
+            assert found["gap"] == pytest.approx(float(fresh.max() - fresh[token]), abs=1e-3)
+    for one, two in ((plain[:5], plain), (plain, plain[:5])):
+        found = compare(target, prompt_ids, one, two, 4)
+        assert (found["first_difference"], found["gap"]) == (5, None)
+
+
+def test_rounding_far_from_where_outputs_part_excuses_nothing(target, monkeypatch):
+    logits = torch.zeros(2, 40, 97)
+    logits[:, :, 5] = 1.0
+    logits[1, 3, 5] = 9.0
+    monkeypatch.setattr(
+        divergence, "answer_logits", lambda target, prompt_ids, answer, steps: logits[:, : len(answer)]
+    )
+    for place, rounding in ((11, 8.0), (12, 0.0)):
+        found = compare(target, torch.tensor([[3]]), [5] * 40, [5] * place + [6] * 2, 4)
+        assert found == {"first_difference": place, "gap": 1.0, "largest_rounding": rounding}
 
 
 def test_logits_that_are_not_finite_are_no_near_tie():
@@ -243,4 +258,4 @@ def test_logits_that_are_not_finite_are_no_near_tie():
     with torch.no_grad():
         target.lm_head.weight[5] = float("inf")
     found = compare(target, torch.tensor([[3, 4, 5]]), [5, 6, 7], [5, 6, 8], 4)
-    assert found == {"first_difference": 2, "top2_gap": None, "largest_rounding": None}
+    assert found == {"first_difference": 2, "gap": None, "largest_rounding": None}

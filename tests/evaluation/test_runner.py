@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 from transformers import GenerationConfig, LlamaConfig
 
 from dlite_hf import evaluation
@@ -240,6 +241,8 @@ def test_a_killed_evaluation_goes_on(tmp_path, kill_at):
     calls = len(target.calls)
     assert without_times_of_day(run(target, [PLAIN, DLITE], tasks, folder, **options)) == without_times_of_day(whole)
     assert len(target.calls) == calls and resumed["conditions"]["started_at"]
+    again = run(target, [PLAIN, DLITE], tasks, folder, **options)
+    assert again["conditions"]["finished_at"] == resumed["conditions"]["finished_at"]
 
 
 def counts_of(result):
@@ -313,17 +316,22 @@ def test_plain_generation_has_the_faster_cache_on_cuda(tmp_path, monkeypatch, st
     messages = [{"role": role, "content": text} for role, text in (("user", "b"), ("assistant", ""), ("user", "c"))]
     longest = make_chatml_tokenizer().apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     static = {"cache_implementation": "static", "max_cache_len": len(longest) + 10 + 10}
-    assert calls[:4] == [{}, {}, static, static]
+    assert calls[:9] == [{}] * 4 + [static] * 4 + [static if chosen == "static" else {}]
     (plain, _) = result["methods"]
     assert plain["settings"] == (static if chosen == "static" else {})
     assert plain["note"] == (
         f"10 tokens took 2.000 s with a dynamic cache, {static_seconds:.3f} s with a static one and a compiled "
-        f"forward; the {chosen} one is used."
+        f"forward, median of 3; the {chosen} one is used."
     )
     # Another call keeps the choice, and times nothing.
     del calls[:]
     again = run(target, [PLAIN, DLITE], tasks, tmp_path, **options)
     assert not calls and again["methods"] == result["methods"]
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path):
+    with FileLock(tmp_path / "evaluating.lock"), pytest.raises(ValueError, match="Another run is evaluating in `outp"):
+        run(ScriptedTarget(fixed_script), [PLAIN, DLITE], [make_task("a")], tmp_path)
 
 
 def test_other_conditions_are_refused(tmp_path):

@@ -40,9 +40,8 @@ def contexts_of(messages):
 
 
 def test_a_session_says_where_it_is_from():
-    session = session_of(turns=["Hi"], source="here", license="MIT")
+    session = session_of(turns=["Hi"])
     assert (session.task, session.id, session.tools) == ("mine", "3", None)
-    assert (session.source, session.license) == ("here", "MIT")
     assert session_of(messages=[user("Hi")], tools=[{"name": "f"}]).tools == [{"name": "f"}]
 
 

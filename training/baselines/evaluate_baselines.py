@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, PreTrainedModel
 
 from dlite_hf.commands.evaluate import EvaluateArguments
 from dlite_hf.commands.evaluate import main as evaluate
-from dlite_hf.evaluation.methods import Method, weights_sha256
+from dlite_hf.evaluation.methods import READS_THE_PROMPT, Method, check_layers, weights_sha256
 from dlite_hf.training_record import without_folders
 
 
@@ -34,6 +34,7 @@ def rival_methods(rivals: RivalArguments, target: PreTrainedModel) -> list[Metho
     ):
         if folder is not None:
             drafter = drafter_class.from_pretrained(folder, dtype=target.dtype).to(target.device).eval()
+            check_layers(name, drafter.config.to_dict(), target)
             methods.append(
                 Method(
                     name,
@@ -42,6 +43,7 @@ def rival_methods(rivals: RivalArguments, target: PreTrainedModel) -> list[Metho
                     sha256=weights_sha256(drafter),
                     parameters=sum(parameter.numel() for parameter in drafter.parameters()),
                     num_draft_tokens=drafter.config.num_draft_tokens,
+                    note=READS_THE_PROMPT,
                     custom_generate=drafter.custom_generate,
                 )
             )

@@ -29,7 +29,7 @@ from dlite_hf.json_lines import read_json_lines
 
 
 sys.path.append(str(Path(__file__).parents[1]))
-from train_stored import StoredAnchors, most_frequent, write_store  # noqa: I001
+from train_stored import StoredAnchors, most_frequent, read_store, write_store  # noqa: I001
 
 
 TRAINERS: dict[str, type[BaselineTrainer]] = {
@@ -87,10 +87,14 @@ def make_drafter(
     return make_eagle3(shape, target, None if size is None else most_frequent(store, size))
 
 
-def read_store(
+def ready_store(
     args: BaselineArguments, target: PreTrainedModel, tokenizer: Any, max_length: int
 ) -> dict[str, torch.Tensor]:
-    """The store, written first if it does not exist."""
+    """The store, written first if it does not exist.
+
+    Raises:
+        ValueError: if it exists and is of other conversations, or cut at another length.
+    """
     if not args.store.exists():
         conversations = [each for file in args.train_files for each in read_json_lines(file)]
         samples = tokenize_conversations(
@@ -101,8 +105,8 @@ def read_store(
         config = DLiteConfig.from_target(
             target.config, tokenizer, mask_token_id=args.mask_token_id, target_layer_ids=layer_ids
         )
-        write_store(target, list(samples), config, max_length, args.store)
-    return torch.load(args.store, mmap=True)
+        write_store(target, list(samples), config, max_length, args.store, args.train_files)
+    return read_store(args.store, max_length, args.train_files)
 
 
 def main() -> None:
@@ -110,7 +114,7 @@ def main() -> None:
     logging.set_verbosity_info()
     target = AutoModelForCausalLM.from_pretrained(baseline.target, dtype=baseline.target_dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(baseline.target)
-    store = read_store(baseline, target, tokenizer, args.max_length)
+    store = ready_store(baseline, target, tokenizer, args.max_length)
     torch.manual_seed(args.seed)
     drafter = make_drafter(baseline, target, tokenizer, store)
     drafter.set_attn_implementation("eager")  # it has the fastest backward pass on a CPU

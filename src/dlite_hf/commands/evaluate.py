@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ..evaluation.checks import prompt_room
 from ..evaluation.concurrency import concurrency_table, measure_concurrency
 from ..evaluation.methods import Method, make_methods
 from ..evaluation.report import Report
@@ -125,18 +126,21 @@ def main(args: EvaluateArguments, make_more_methods: Callable[[PreTrainedModel],
     report, folder = Report(**result), Path(args.output_dir)
     report.save(folder / "report.json")
     text = report.to_markdown()
+    (folder / "report.md").write_text(text + "\n", encoding="utf-8")
+    plots = save_plots(report, folder)
     if args.batch_sizes:
         prompts = [
             render_prompt(tokenizer, session.turns[0].context([]), session.tools, args.template_options)[0].tolist()
             for session in make_sessions(tasks[0])
         ]
+        room = prompt_room(target, args.max_new_tokens, args.max_prompt_tokens)
+        prompts = [prompt for prompt in prompts if len(prompt) <= room]
         rows = measure_concurrency(
             target, prompts, methods, batch_sizes=args.batch_sizes, max_new_tokens=args.max_new_tokens
         )
         (folder / "concurrency.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
         text += f"\n\n## Many sequences at once\n\n{concurrency_table(rows)}"
-    (folder / "report.md").write_text(text + "\n", encoding="utf-8")
-    plots = save_plots(report, folder)
+        (folder / "report.md").write_text(text + "\n", encoding="utf-8")
     print(text)
     print(f"\nWrote report.json, report.md and {len(plots)} plots to {folder}.")
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
-from ..conversations import template_inputs
-from ..evaluation.checks import prompt_room
+from ..evaluation.sessions import render_prompt
 from ..evaluation.tasks import check_record
 from ..json_lines import read_json_lines
 from ..modeling_dlite import DLiteForDrafting
@@ -71,13 +70,13 @@ def main(args: TraceArguments) -> None:
     conversation = _conversation(args)  # before the models are loaded, which takes longer
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    inputs = _inputs(args, conversation, tokenizer)
+    input_ids = _input_ids(args, conversation, tokenizer)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype or "auto").to(device)
-    num_tokens, room = inputs["input_ids"].shape[1], prompt_room(target, args.max_new_tokens, None)
-    if num_tokens > room:
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is not None and input_ids.shape[1] + args.max_new_tokens > context:
         raise ValueError(
-            f"The prompt has {num_tokens} tokens, but beside `max_new_tokens` {args.max_new_tokens} there is room for "
-            f"{room} in the target's context; pass a shorter one, or lower `max_new_tokens`."
+            f"The prompt's {input_ids.shape[1]} tokens and `max_new_tokens` {args.max_new_tokens} exceed the target's "
+            f"context of {context}; pass a shorter prompt, or lower `max_new_tokens`."
         )
     drafter = DLiteForDrafting.from_pretrained(args.drafter, dtype=target.dtype).to(device)
     options: dict[str, Any] = {"do_sample": args.temperature > 0, "max_new_tokens": args.max_new_tokens}
@@ -86,15 +85,15 @@ def main(args: TraceArguments) -> None:
         if target.generation_config.top_k is None:
             options["top_k"] = 0  # by itself `generate` would keep the 50 most likely tokens alone
     set_seed(args.seed)
-    trace = trace_generation(target, drafter, tokenizer, inputs.to(device), **options)
+    inputs = {"input_ids": input_ids.to(device), "attention_mask": torch.ones_like(input_ids, device=device)}
+    trace = trace_generation(target, drafter, tokenizer, inputs, **options)
     if args.temperature > 0:
         trace.settings["seed"] = args.seed
     trace.settings["dtype"] = str(target.dtype).removeprefix("torch.")
     trace.save(args.output)
-    print(
-        f"Wrote {args.output}: {len(trace.tokens)} tokens in {trace.statistics.num_rounds} rounds, "
-        f"tau {trace.statistics.tau:.2f}."
-    )
+    rounds = trace.statistics.num_rounds
+    tau = f"{rounds} rounds, tau {trace.statistics.tau:.2f}" if rounds else "no round"
+    print(f"Wrote {args.output}: {len(trace.tokens)} tokens in {tau}.")
 
 
 def _conversation(args: TraceArguments) -> dict[str, Any]:
@@ -113,23 +112,19 @@ def _conversation(args: TraceArguments) -> dict[str, Any]:
     return {**record, "messages": messages}
 
 
-def _inputs(args: TraceArguments, conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
-    if tokenizer.chat_template is None:
-        if args.prompt is None or args.chat_template_kwargs is not None:
-            raise ValueError(
-                f"The tokenizer of {args.target} has no chat template to render messages with; pass `prompt`, which "
-                "is then continued as it is, and no `chat_template_kwargs`."
-            )
-        return tokenizer(args.prompt, return_tensors="pt")
-    messages, tools = template_inputs(conversation)
-    return tokenizer.apply_chat_template(
-        messages,
-        tools=tools,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        **(read_template_kwargs(args.chat_template_kwargs) or {}),
-    )
+def _input_ids(
+    args: TraceArguments, conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> torch.Tensor:
+    """The prompt `[1, T]`."""
+    if tokenizer.chat_template is not None:
+        options = read_template_kwargs(args.chat_template_kwargs)
+        return render_prompt(tokenizer, conversation["messages"], conversation.get("tools"), options)
+    if args.prompt is None or args.chat_template_kwargs is not None:
+        raise ValueError(
+            f"The tokenizer of {args.target} has no chat template to render messages with; pass `prompt`, which is "
+            "then continued as it is, and no `chat_template_kwargs`."
+        )
+    return tokenizer(args.prompt, return_tensors="pt")["input_ids"]
 
 
 __all__ = ["TraceArguments", "main"]

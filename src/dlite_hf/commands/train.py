@@ -6,11 +6,9 @@ A run may be killed at any time: the same command goes on from the newest checkp
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerState, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -18,6 +16,7 @@ from ..configuration_dlite import DLiteConfig
 from ..conversations import end_of_turn_ids
 from ..data import most_frequent_tokens
 from ..estimate import describe
+from ..folder_lock import alone_in
 from ..modeling_dlite import DLiteForDrafting
 from ..trainer import DLiteTrainer
 from ..training_args import DLiteTrainingArguments
@@ -58,7 +57,8 @@ def main(
             "another.",
         )
         return
-    with _alone_in(training_args):
+    # The main process holds the folder for all of a run.
+    with nullcontext() if training_args.process_index else alone_in(training_args.output_dir, "training"):
         _train(train_args, training_args)
     _say(training_args, f"The drafter is in {student_folder}")
 
@@ -128,27 +128,6 @@ def _train(train_args: TrainArguments, training_args: DLiteTrainingArguments) ->
             run(args, train_args.teacher_history_window)
     _say(training_args, f"Training the drafter in {training_args.output_dir}")
     run(training_args, train_args.history_window, teacher)
-
-
-@contextmanager
-def _alone_in(args: DLiteTrainingArguments) -> Iterator[None]:
-    """Holds a lock of `output_dir`, which the system frees however the process ends.
-
-    Raises:
-        ValueError: if another run holds it.
-    """
-    if args.process_index:  # the main process holds it for all of a run
-        yield
-        return
-    os.makedirs(args.output_dir, exist_ok=True)
-    try:
-        lock = FileLock(Path(args.output_dir, "training.lock")).acquire(timeout=0)
-    except Timeout as error:
-        raise ValueError(
-            f"Another run is training in `output_dir` {args.output_dir}; let it finish, or choose another folder."
-        ) from error
-    with lock:
-        yield
 
 
 def newest_checkpoint(folder: str | os.PathLike) -> str | None:

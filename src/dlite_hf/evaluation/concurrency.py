@@ -43,7 +43,7 @@ def measure_concurrency(
 ) -> list[dict[str, Any]]:
     """Generates greedily for 1, 2, 4, ... prompts at once, and takes the time of all of it, prefill included.
 
-    Every sequence gets exactly `max_new_tokens`, an end of sequence being ruled out: a batch runs as long as its
+    Every sequence gets exactly `max_new_tokens`, since no token ends one: a batch runs as long as its
     longest sequence does, so with ends allowed the tokens a second would tell how alike the answers' lengths are.
     Prompts are padded on the left. At each batch size all methods run once unrecorded, then take turns in being first.
 
@@ -178,6 +178,7 @@ def _generate(
 ) -> float:
     """Seconds of one call of `generate` for all prompts, which it gets padded on the left."""
     config = neutral_generation_config(target.generation_config)
+    config.eos_token_id = None  # nothing ends early, and no processor has to see to it
     length = max(map(len, prompts))
     input_ids = torch.full((len(prompts), length), config.pad_token_id or 0)
     attention_mask = torch.zeros_like(input_ids)
@@ -194,7 +195,6 @@ def _generate(
             **inputs,
             **method.generate_kwargs(),
             do_sample=False,
-            min_new_tokens=max_new_tokens,
             max_new_tokens=max_new_tokens,
         )
         seconds = _time_when_idle(target.device, clock) - started

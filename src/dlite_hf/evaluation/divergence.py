@@ -18,15 +18,15 @@ class Divergence:
     Args:
         first_difference: the first token, from 0, in which they differ; where one is the beginning of the other, the
             length of the shorter.
-        top2_gap: between the target's two best logits there; `None` behind plain generation's end, or where they are
-            not finite.
+        gap: by how much the target's best logit there exceeds that of the other output's token; `None` where one of
+            them has ended, or where they are not finite.
         largest_rounding: by how much the best token's logit moves, at most, when the target sees plain generation's
-            tokens several a forward rather than one, up to two such forwards behind that place; `None` where one is
-            not finite.
+            tokens several a forward rather than one, from two such forwards before that place to two behind it;
+            `None` where one is not finite.
     """
 
     first_difference: int
-    top2_gap: float | None
+    gap: float | None
     largest_rounding: float | None
 
 
@@ -42,13 +42,13 @@ def answer_logits(
         answer: the tokens behind it.
         steps: how many of them are fed a forward.
     """
-    output = target(prompt_ids.to(target.device), logits_to_keep=1)
+    output = target(prompt_ids.to(target.device), logits_to_keep=1, use_cache=True)
     tokens = torch.tensor([answer[:-1]], dtype=torch.long, device=target.device)
     results = []
     for step in steps:
         logits, cache = [output.logits[0]], copy.deepcopy(output.cache)  # not every cache can be cropped
         for start in range(0, tokens.shape[1], step):
-            logits.append(target(tokens[:, start : start + step], cache=cache).logits[0])
+            logits.append(target(tokens[:, start : start + step], cache=cache, use_cache=True).logits[0])
         results.append(torch.cat(logits).float())
     return results
 
@@ -69,11 +69,11 @@ def compare(
     place = next((i for i, (one, two) in pairs if one != two), min(len(plain), len(other)))
     single, several = answer_logits(target, prompt_ids, plain[: place + 2 * step], (1, step))
     best = single.max(dim=-1)
-    rounding = (several.gather(1, best.indices[:, None])[:, 0] - best.values).abs().max()
+    rounding = (several.gather(1, best.indices[:, None])[:, 0] - best.values).abs()
+    rounding = rounding[max(0, place - 2 * step) :].max()  # over few: the most of a long answer would excuse anything
     gap = math.nan
-    if place < len(plain):
-        first, second = single[place].topk(2).values.tolist()
-        gap = first - second
+    if place < min(len(plain), len(other)):
+        gap = float(best.values[place] - single[place, other[place]])
     finite = [each if math.isfinite(each) else None for each in (gap, float(rounding))]  # JSON has no others
     return asdict(Divergence(place, *finite))
 

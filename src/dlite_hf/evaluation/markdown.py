@@ -25,7 +25,7 @@ def estimate(value: Estimate | None, unit: str = "") -> str:
     """A figure with its interval, such as `1.25x [1.10, 1.41]`."""
     if value is None:
         return NOT_MEASURED
-    if value.low is None or value.low == value.high:  # one session, or plain generation's tau
+    if value.low is None or value.low == value.high:  # few sessions, or plain generation's tau
         return number(value.value, unit=unit)
     return f"{value.value:.2f}{unit} [{value.low:.2f}, {value.high:.2f}]"
 

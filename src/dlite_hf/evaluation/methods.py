@@ -21,6 +21,7 @@ from ..training_record import without_folders
 
 PLAIN = "plain"
 PROMPT_LOOKUP_TOKENS = 10  # as the documentation of Transformers shows it
+READS_THE_PROMPT = "The drafter reads the whole prompt after the first token: that is in the time of decoding."
 _DFLASH_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}
 # What a small model's own configuration decides when it assists; its sampling options would leak into the drafts.
 _ASSISTANT_FIELDS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
@@ -190,7 +191,7 @@ def _drafter_method(name: str, checkpoint: str, target: PreTrainedModel) -> Meth
         kind, loader = "dlite", DLiteForDrafting
     elif config.keys() >= _DFLASH_FIELDS:
         kind, loader, settings = "dflash", AutoModel, {"speculation_type": "dflash"}
-        _check_dflash(name, config, target)
+        check_layers(name, config, target)
     elif config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         kind, loader = "assistant", AutoModelForCausalLM
     else:
@@ -203,7 +204,7 @@ def _drafter_method(name: str, checkpoint: str, target: PreTrainedModel) -> Meth
         check_compatible(target, assistant.config)
         num_draft_tokens = assistant.config.num_draft_tokens
     elif kind == "dflash":
-        num_draft_tokens = assistant.config.block_size - 1
+        num_draft_tokens, note = assistant.config.block_size - 1, READS_THE_PROMPT
     else:
         _check_assistant(name, assistant, target)
         fields = (*_TOKEN_FIELDS, *_ASSISTANT_FIELDS)
@@ -222,7 +223,12 @@ def _drafter_method(name: str, checkpoint: str, target: PreTrainedModel) -> Meth
     )
 
 
-def _check_dflash(name: str, config: dict[str, Any], target: PreTrainedModel) -> None:
+def check_layers(name: str, config: dict[str, Any], target: PreTrainedModel) -> None:
+    """Refuses a drafter whose `hidden_size` or `target_layer_ids` are not of this target.
+
+    Raises:
+        ValueError: if it is one.
+    """
     text_config = target.config.get_text_config(decoder=True)
     if config.get("hidden_size") != text_config.hidden_size:
         raise ValueError(
@@ -267,4 +273,13 @@ def weights_sha256(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["PLAIN", "Method", "ignored_settings", "make_methods", "neutral_generation_config", "weights_sha256"]
+__all__ = [
+    "PLAIN",
+    "READS_THE_PROMPT",
+    "Method",
+    "check_layers",
+    "ignored_settings",
+    "make_methods",
+    "neutral_generation_config",
+    "weights_sha256",
+]

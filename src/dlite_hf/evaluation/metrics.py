@@ -23,6 +23,7 @@ from .methods import PLAIN
 Row = dict[str, Any]
 CONFIDENCE = 0.95
 RESAMPLES = 2_000
+MIN_SESSIONS = 5  # an interval over two would be its least and its largest value, and no 95% of anything
 SEED = 0
 # Prompt lengths in tokens at which a bucket begins; 1k is 1,024.
 LENGTH_BUCKETS = {"0-1k": 0, "1-4k": 1024, "4-8k": 4096, "8-16k": 8192, "16-32k": 16384, "32k+": 32768}
@@ -33,7 +34,7 @@ UNCATEGORISED = "uncategorised"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and the bounds of its 95% interval; `low` and `high` are None where there is one session only."""
+    """A figure and the bounds of its 95% interval; they are None where there are fewer than `MIN_SESSIONS`."""
 
     value: float
     low: float | None = None
@@ -180,9 +181,9 @@ def keeps_no_cache(rows: Iterable[Row], method: str) -> bool:
 
 
 def keeps_more_cache(rows: Iterable[Row], method: str) -> bool:
-    """Whether `method` went on from more cached tokens than plain, as a static sliding window has none."""
+    """Whether `method` went on from cached turns where plain began every prompt anew, as a static cache has to."""
     plain, drafted = _cached_tokens(rows, method)
-    return drafted > plain
+    return drafted > 0 and plain == 0
 
 
 def _cached_tokens(rows: Iterable[Row], method: str) -> tuple[int, int]:
@@ -195,13 +196,13 @@ def _cached_tokens(rows: Iterable[Row], method: str) -> tuple[int, int]:
 
 
 def is_near_tie(divergence: Mapping[str, Any] | None) -> bool:
-    """Whether two outputs part where the target's two best logits lie within twice the rounding of longer forwards.
+    """Whether the token in which an output parts is the best but for twice the rounding of longer forwards.
 
     Where one of them was not measured, nothing is excused.
     """
-    if divergence is None or None in (divergence["top2_gap"], divergence["largest_rounding"]):
+    if divergence is None or None in (divergence["gap"], divergence["largest_rounding"]):
         return False
-    return bool(divergence["top2_gap"] <= 2 * divergence["largest_rounding"])
+    return bool(divergence["gap"] <= 2 * divergence["largest_rounding"])
 
 
 def _bootstrap(
@@ -225,7 +226,7 @@ def _bootstrap(
         value = float(combine(sessions.sum(axis=0)[:, None])[0])
         if not np.isfinite(value):
             return None
-        if len(sessions) == 1:
+        if len(sessions) < MIN_SESSIONS:
             return Estimate(value)
         figures = combine((_draws(len(sessions)) @ sessions).T)
     tail = 50 * (1 - CONFIDENCE)

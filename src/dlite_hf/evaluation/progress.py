@@ -29,6 +29,7 @@ class Progress:
         has_chosen: whether it is settled which cache plain generation uses.
         rows: those of finished sessions and of the running one.
         skipped: how many turns of a finished session did not fit, by its task, id and temperature.
+        finished_at: when the last row was measured.
     """
 
     folder: Path
@@ -37,6 +38,7 @@ class Progress:
     has_chosen: bool = False
     rows: list[dict[str, Any]] = field(default_factory=list)
     skipped: dict[Key, int] = field(default_factory=dict)
+    finished_at: str | None = None
 
     @classmethod
     def open(cls, folder: Path, conditions: dict[str, Any], methods: Sequence[Method]) -> "Progress":
@@ -69,7 +71,7 @@ class Progress:
                     f"{self.folder} holds an evaluation with `{name}` {begun.get(name)!r}, but this one has "
                     f"{now.get(name)!r}; name another folder, or the same conditions."
                 )
-        self.has_chosen = stored["has_chosen"]
+        self.has_chosen, self.finished_at = stored["has_chosen"], stored["finished_at"]
         self._read_rows()
 
     def _read_rows(self) -> None:
@@ -109,7 +111,8 @@ class Progress:
         ]
 
     def _write_conditions(self) -> None:
-        state = {"conditions": self.conditions, "methods": self.describe_methods(), "has_chosen": self.has_chosen}
+        state = {"conditions": self.conditions, "methods": self.describe_methods()}
+        state |= {"has_chosen": self.has_chosen, "finished_at": self.finished_at}
         _replace(self.folder / CONDITIONS_FILE, json.dumps(state, indent=1) + "\n")
 
     def is_finished(self, key: Key) -> bool:
@@ -133,7 +136,10 @@ class Progress:
         skipped: Counter[str] = Counter()
         for (task, _, _), count in self.skipped.items():
             skipped[task] += count
-        conditions = {**self.conditions, "skipped_turns": dict(skipped), "finished_at": _now()}
+        if self.finished_at is None:
+            self.finished_at = _now()
+            self._write_conditions()
+        conditions = {**self.conditions, "skipped_turns": dict(skipped), "finished_at": self.finished_at}
         return {"conditions": conditions, "methods": self.describe_methods(), "rows": self.rows}
 
 

@@ -3,6 +3,7 @@
 
 import json
 import os
+import statistics
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..folder_lock import alone_in
 from ..training_record import hardware, versions, without_folders
 from .checks import check_assistants, check_evaluation, prompt_room
 from .divergence import compare
@@ -25,6 +27,7 @@ from .tasks import Task
 
 
 WARM_UP_TOKENS = 32
+CHOICE_TOKENS, CHOICE_REPEATS = 128, 3
 
 
 def evaluate(
@@ -75,8 +78,8 @@ def evaluate(
 
     Raises:
         ValueError: if the target is in training mode, an argument makes no sense, the chat template refuses a record,
-            an assistant's context is shorter than prompts may be, `output_dir` holds an evaluation under other
-            conditions, or no prompt fits.
+            an assistant's context is shorter than prompts may be, another process evaluates in `output_dir` or it
+            holds an evaluation under other conditions, or no prompt fits.
     """
     check_evaluation(
         target, methods, tasks, temperatures, {"max_new_tokens": max_new_tokens, "num_prompts": num_prompts}
@@ -119,19 +122,19 @@ def evaluate(
     for session in sessions:
         for turn in session.turns:  # rather now than after hours
             _render(tokenizer, session, turn, [""] * turn.index, chat_template_kwargs)
-    progress = Progress.open(Path(output_dir), conditions, methods)
-    run = _Run(target, tokenizer, sessions, progress, room, max_new_tokens, seed, chat_template_kwargs, clock)
     total = len(temperatures) * sum(len(session.turns) for session in sessions)
-    with logging.tqdm(total=total, desc="Evaluating", unit="turn") as bar:
+    with alone_in(output_dir, "evaluating"), logging.tqdm(total=total, desc="Evaluating", unit="turn") as bar:
+        progress = Progress.open(Path(output_dir), conditions, methods)
+        run = _Run(target, tokenizer, sessions, progress, room, max_new_tokens, seed, chat_template_kwargs, clock)
         for temperature in temperatures:
             run.is_warm = False
             for session in sessions:
                 if not progress.is_finished((session.task, session.id, temperature)):
                     run.run_session(session, temperature)
                 bar.update(len(session.turns))
-    if not progress.rows:
-        raise ValueError(f"No prompt has at most {room} tokens; give shorter ones, or raise `max_prompt_tokens`.")
-    return progress.finish()
+        if not progress.rows:
+            raise ValueError(f"No prompt has at most {room} tokens; give shorter ones, or raise `max_prompt_tokens`.")
+        return progress.finish()
 
 
 def _quantization(target: PreTrainedModel) -> str | None:
@@ -170,10 +173,6 @@ class _Run:
     chat_template_kwargs: dict[str, Any] | None
     clock: Clock
     is_warm: bool = False
-
-    @property
-    def num_warm_up_tokens(self) -> int:
-        return min(WARM_UP_TOKENS, self.max_new_tokens)
 
     def run_session(self, session: Session, temperature: float) -> None:
         """Every turn of a session that fits, under all methods."""
@@ -255,7 +254,7 @@ class _Run:
         if not self.progress.has_chosen:
             self._choose_plain_cache(prompt_ids)
         for method in self.progress.methods:
-            self._timed(method, prompt_ids, temperature)
+            self._timed(method, prompt_ids, temperature, min(WARM_UP_TOKENS, self.max_new_tokens))
         self.is_warm = True
 
     def _choose_plain_cache(self, prompt_ids: torch.Tensor) -> None:
@@ -264,15 +263,15 @@ class _Run:
         if self.target.device.type == "cuda" and not plain.settings:
             length = self._longest_prompt() + self.max_new_tokens  # of one size, so that it compiles once
             static = replace(plain, settings={"cache_implementation": "static", "max_cache_len": length})
-            seconds = []
+            num_tokens, seconds = min(CHOICE_TOKENS, self.max_new_tokens), []
             for each in (plain, static):
-                self._timed(each, prompt_ids, 0.0)  # compiles
-                seconds.append(self._timed(each, prompt_ids, 0.0))
+                _, *times = (self._timed(each, prompt_ids, 0.0, num_tokens) for _ in range(1 + CHOICE_REPEATS))
+                seconds.append(statistics.median(times))  # without the first, which compiles
             name, plain = ("static", static) if seconds[1] < seconds[0] else ("dynamic", plain)
             dynamic, compiled = (f"{each:.3f} s" for each in seconds)
             note = (
-                f"{self.num_warm_up_tokens} tokens took {dynamic} with a dynamic cache, {compiled} with a static one "
-                f"and a compiled forward; the {name} one is used."
+                f"{num_tokens} tokens took {dynamic} with a dynamic cache, {compiled} with a static one and a compiled "
+                f"forward, median of {CHOICE_REPEATS}; the {name} one is used."
             )
             plain = replace(plain, note=note)
         self.progress.choose_plain(plain)
@@ -289,12 +288,12 @@ class _Run:
                     longest = max(longest, min(length + earlier, self.room))
         return longest
 
-    def _timed(self, method: Method, prompt_ids: torch.Tensor, temperature: float) -> float:
+    def _timed(self, method: Method, prompt_ids: torch.Tensor, temperature: float, num_tokens: int) -> float:
         measurement, _ = measure(
             self.target,
             method,
             prompt_ids,
-            max_new_tokens=self.num_warm_up_tokens,
+            max_new_tokens=num_tokens,
             temperature=temperature,
             seed=self.seed,
             clock=self.clock,

@@ -60,8 +60,6 @@ class Session:
         task: the task's name.
         id: the record's.
         tools: what the chat template is given.
-        source: where the record is from, if it says so.
-        license: its license, if it says so.
         turns: the turns, in order. Of a record with `messages` every assistant message after the first user or tool
             message, or the conversation's end if there is none; of one with `turns` each of them.
     """
@@ -69,8 +67,6 @@ class Session:
     task: str
     id: str
     tools: list[dict[str, Any]] | None
-    source: str | None
-    license: str | None
     turns: list[Turn]
 
 
@@ -85,8 +81,6 @@ def make_sessions(task: Task) -> list[Session]:
             task=task.name,
             id=str(record["id"]),
             tools=record.get("tools") or None,
-            source=record.get("source"),
-            license=record.get("license"),
             turns=_live_turns(record["turns"]) if record.get("turns") else _replayed_turns(record, task.name),
         )
         for record in task.records

@@ -15,7 +15,7 @@ from .markdown import (
     shares,
 )
 from .methods import PLAIN
-from .metrics import Row
+from .metrics import MIN_SESSIONS, Estimate, Row
 from .paper import beside_the_paper
 from .report import Report
 
@@ -63,7 +63,7 @@ _READING = (
     "tau is the number of tokens emitted per verification by the target, pooled: the target's own token of a round is "
     "counted, the prefill's is not; accepted counts the drafter's tokens alone. A speedup compares seconds a token "
     "with plain generation's on the same prompts, run in turns; decoding leaves out the prefill. In brackets, 95% "
-    "intervals of a bootstrap over sessions."
+    f"intervals of a bootstrap over sessions, where there are at least {MIN_SESSIONS}."
 )
 _NO_CACHE = (
     "† feeds every prompt whole, while plain generation keeps its cache between turns: that is in its time end to end."
@@ -75,8 +75,8 @@ _MORE_CACHE = (
 _FLAGGED = "Flagged answers have another length than plain generation's: they are left out of the speedups."
 _SAMPLED = "Sampled answers differ in length, so a speedup is one of seconds a token."
 _NEAR_TIE = (
-    "\n\nAt a near tie the target's two best logits lie within twice the rounding between forwards of one token and "
-    "of several."
+    "\n\nAt a near tie the token where an output parts lies below the target's best logit by at most twice the "
+    "rounding between forwards of one token and of several, near that place."
 )
 _TOOL_TIME = "The time that tools took is in no figure."
 
@@ -109,8 +109,13 @@ def _end_to_end(rows: list[Row], method: str) -> str:
     return f"{cell} ‡" if metrics.keeps_more_cache(rows, method) else cell
 
 
-def _cache_notes(table: str) -> list[str]:
-    return [note for note in (_NO_CACHE, _MORE_CACHE) if f" {note[0]} |" in table]
+def _decoding(rows: list[Row], method: str) -> Estimate | None:
+    return metrics.speedup(rows, method, decode_only=True)
+
+
+def _cache_notes(text: str) -> list[str]:
+    """What the marks in a text mean."""
+    return [note for note in (_NO_CACHE, _MORE_CACHE) if f" {note[0]}" in text]
 
 
 def _task_groups(rows: list[Row], categories: dict[str, str]) -> list[tuple[str, list[Row]]]:
@@ -146,7 +151,7 @@ def tables(report: Report) -> str:
                         estimate(metrics.tau(part, method)),
                         number(metrics.accepted(part, method)),
                         _end_to_end(part, method),
-                        estimate(metrics.speedup(part, method, decode_only=True), "x"),
+                        estimate(_decoding(part, method), "x"),
                         number(metrics.tokens_per_second(part, method), 1),
                         milliseconds(metrics.first_token_seconds(part, method)),
                         "-" if same is None else f"{same[0]} of {same[1]}",
@@ -183,7 +188,7 @@ def _grouped_table(report: Report, first: list[str], groups: Iterable[tuple[list
             _prompts(part),
             estimate(metrics.tau(part, method)),
             "-" if method == PLAIN else _end_to_end(part, method),
-            "-" if method == PLAIN else estimate(metrics.speedup(part, method, decode_only=True), "x"),
+            "-" if method == PLAIN else estimate(_decoding(part, method), "x"),
             milliseconds(metrics.first_token_seconds(part, method)),
         ]
         for names, group in groups
@@ -221,7 +226,7 @@ def turns(report: Report) -> str:
 
 def rounds(report: Report) -> str:
     """For each temperature what a mean round costs and accepts."""
-    header = ["method", "draft, ms", "verify, ms", "bookkeeping, ms", "memory over plain, MB"]
+    header = ["method", "draft, ms", "verify, ms", "bookkeeping, ms", "memory of a call over plain's, MB"]
     header += ["accepted at position 1, 2, ...", "the same, of rounds that got so far"]
 
     def render(rows: list[Row]) -> str:
@@ -246,14 +251,13 @@ def slower(report: Report) -> str:
     for temperature, rows in metrics.by_temperature(report.rows).items():
         for task, part in metrics.by_task(rows).items():
             for method in report.names:
-                both = {
-                    "end to end": metrics.speedup(part, method),
-                    "decoding": metrics.speedup(part, method, decode_only=True),
-                }
-                below = [f"{name} {estimate(each, 'x')}" for name, each in both.items() if each and each.value < 1]
+                both = {"end to end": metrics.speedup(part, method), "decoding": _decoding(part, method)}
+                texts = {"end to end": _end_to_end(part, method), "decoding": estimate(both["decoding"], "x")}
+                below = [f"{name} {texts[name]}" for name, each in both.items() if each and each.value < 1]
                 if below and method != PLAIN:
                     lines.append(f"* {method} on {task}, temperature {temperature:g}: {', '.join(below)}")
-    return "\n".join(lines) or "Nothing that was measured was slower than plain generation."
+    text = "\n".join(lines) or "On no task was a method slower than plain generation."
+    return "\n\n".join([text, *_cache_notes(text)])
 
 
 def differences(report: Report) -> str:
@@ -312,13 +316,13 @@ def summary(report: Report) -> str:
             line = (
                 f"* {method}, temperature {temperature:g}, prompts: {_prompts(part)}. "
                 f"tau {estimate(metrics.tau(part, method))}; {plain} tokens/s without it, {drafted} with it; "
-                f"{estimate(metrics.speedup(part, method), 'x')} end to end, "
-                f"{estimate(metrics.speedup(part, method, decode_only=True), 'x')} in decoding"
+                f"{_end_to_end(part, method)} end to end, {estimate(_decoding(part, method), 'x')} in decoding"
             )
             if same := metrics.identical(part, method):
                 line += f"; {same[0]} of {same[1]} texts identical"
             lines.append(f"{line}.")
-    return "\n".join(lines)
+    text = "\n".join(lines)
+    return "\n\n".join([text, *_cache_notes(text)])
 
 
 def card(report: Report) -> str:
