@@ -7,9 +7,9 @@
 In a document, what stands between `<!-- results: report.json tables -->` and `<!-- end -->` is that view of that
 report; `dlite_hf.evaluation.views` lists the views, and `concurrency` and `roofline` are the tables of files whose
 `rows` are what `measure_concurrency` and `simulate` returned. A document that shows `training/results/<report>/*.png`
-gets that report's pictures, drawn anew when `<report>.json` is another than `report.sha256` beside them says. A card is
-made from the recipe `training/results/<name>.yaml`, the arguments of `dlite-hf card` with paths from the repository's
-root.
+gets that report's pictures, drawn anew when `<report>.json` is another than `report.sha256` beside them says.
+A card is made from the recipe `training/results/<name>.yaml`, the arguments of `dlite-hf card` with paths
+from the repository's root.
 """
 
 import argparse

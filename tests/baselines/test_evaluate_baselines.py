@@ -9,7 +9,6 @@ import pytest
 import torch
 from dspark import make_dspark
 from eagle3 import make_eagle3
-
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dlite_hf.evaluation.report import Report

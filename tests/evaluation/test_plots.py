@@ -52,7 +52,9 @@ def test_the_interval_of_a_speedup():
     """Plain needs 11 s for each; of five draws, the slow prompt is in at most three, and often in none."""
     rows = [row(name, dlite=measurement(seconds=10.0 if name == "c" else 5.0)) for name in "abcde"]
     (ax,) = plots.plot_speedups(report(rows)).axes
-    (segment,) = [segment for each in ax.collections for segment in each.get_segments() if segment[0, 1] != segment[1, 1]]
+    (segment,) = [
+        segment for each in ax.collections for segment in each.get_segments() if segment[0, 1] != segment[1, 1]
+    ]
     assert segment[:, 1] == pytest.approx((55 / 40, 55 / 25))
 
 

@@ -112,9 +112,7 @@ def _conversation(args: TraceArguments) -> dict[str, Any]:
     return {**record, "messages": messages}
 
 
-def _input_ids(
-    args: TraceArguments, conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> torch.Tensor:
+def _input_ids(args: TraceArguments, conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """The prompt `[1, T]`."""
     if tokenizer.chat_template is not None:
         options = read_template_kwargs(args.chat_template_kwargs)

@@ -270,8 +270,8 @@ class _Run:
             name, plain = ("static", static) if seconds[1] < seconds[0] else ("dynamic", plain)
             dynamic, compiled = (f"{each:.3f} s" for each in seconds)
             note = (
-                f"{num_tokens} tokens took {dynamic} with a dynamic cache, {compiled} with a static one and a compiled "
-                f"forward, median of {CHOICE_REPEATS}; the {name} one is used."
+                f"{num_tokens} tokens took {dynamic} with a dynamic cache, {compiled} with a static one and a "
+                f"compiled forward, median of {CHOICE_REPEATS}; the {name} one is used."
             )
             plain = replace(plain, note=note)
         self.progress.choose_plain(plain)
