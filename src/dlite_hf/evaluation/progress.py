@@ -111,8 +111,12 @@ class Progress:
         ]
 
     def _write_conditions(self) -> None:
-        state = {"conditions": self.conditions, "methods": self.describe_methods()}
-        state |= {"has_chosen": self.has_chosen, "finished_at": self.finished_at}
+        state = {
+            "conditions": self.conditions,
+            "methods": self.describe_methods(),
+            "has_chosen": self.has_chosen,
+            "finished_at": self.finished_at,
+        }
         _replace(self.folder / CONDITIONS_FILE, json.dumps(state, indent=1) + "\n")
 
     def is_finished(self, key: Key) -> bool:
