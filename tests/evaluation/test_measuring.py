@@ -240,12 +240,27 @@ def test_where_outputs_part(target, monkeypatch):
         assert (found["first_difference"], found["gap"]) == (5, None)
 
 
+@torch.no_grad()
+def test_a_kept_cache_spares_the_prompt_where_outputs_part(target, forwards):
+    prompt_ids = make_inputs(target, 20)["input_ids"]
+    _, output = measure(target, Method("plain", "plain"), prompt_ids, max_new_tokens=LENGTH)
+    plain, prefix = output.sequences[0, 20:].tolist(), PrefixCache()
+    prefix.keep(output.sequences, output.cache)
+    other = [*plain[:7], (plain[7] + 1) % target.config.vocab_size, *plain[8:]]
+    forwards.clear()
+    found = compare(target, prompt_ids, plain, other, 4, prefix)
+    assert forwards == [1] + [1] * 14 + [4, 4, 4, 2]  # the prompt's last token, then the answer twice
+    fresh = compare(target, prompt_ids, plain, other, 4)
+    assert found["gap"] == pytest.approx(fresh["gap"], abs=1e-3)
+    assert prefix.prepare(output.sequences, 1) == (output.cache, 20 + LENGTH - 1)  # as it was
+
+
 def test_rounding_far_from_where_outputs_part_excuses_nothing(target, monkeypatch):
     logits = torch.zeros(2, 40, 97)
     logits[:, :, 5] = 1.0
     logits[1, 3, 5] = 9.0
     monkeypatch.setattr(
-        divergence, "answer_logits", lambda target, prompt_ids, answer, steps: logits[:, : len(answer)]
+        divergence, "answer_logits", lambda target, prompt_ids, answer, *others: logits[:, : len(answer)]
     )
     for place, rounding in ((11, 8.0), (12, 0.0)):
         found = compare(target, torch.tensor([[3]]), [5] * 40, [5] * place + [6] * 2, 4)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .sessions import PrefixCache
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -32,17 +34,23 @@ class Divergence:
 
 @torch.no_grad()
 def answer_logits(
-    target: PreTrainedModel, prompt_ids: torch.Tensor, answer: Sequence[int], steps: Sequence[int]
+    target: PreTrainedModel,
+    prompt_ids: torch.Tensor,
+    answer: Sequence[int],
+    steps: Sequence[int],
+    prefix: PrefixCache | None = None,
 ) -> list[torch.Tensor]:
     """The logits `[tokens, V]` that each token of an answer was chosen from, in float32, for each of `steps`.
 
     Args:
         target: the target.
-        prompt_ids (`torch.LongTensor` of shape `[1, T]`): the prompt, fed once and at once.
+        prompt_ids (`torch.LongTensor` of shape `[1, T]`): the prompt, fed once and at once, but for what is cached.
         answer: the tokens behind it.
         steps: how many of them are fed a forward.
+        prefix: a cache kept from an earlier call, whose copy spares feeding a long prompt again.
     """
-    output = target(prompt_ids.to(target.device), logits_to_keep=1, use_cache=True)
+    cache, length = (copy.deepcopy(prefix) or PrefixCache()).prepare(prompt_ids, len(answer))
+    output = target(prompt_ids[:, length:].to(target.device), cache=cache, logits_to_keep=1, use_cache=True)
     tokens = torch.tensor([answer[:-1]], dtype=torch.long, device=target.device)
     results = []
     for step in steps:
@@ -54,7 +62,12 @@ def answer_logits(
 
 
 def compare(
-    target: PreTrainedModel, prompt_ids: torch.Tensor, plain: Sequence[int], other: Sequence[int], step: int
+    target: PreTrainedModel,
+    prompt_ids: torch.Tensor,
+    plain: Sequence[int],
+    other: Sequence[int],
+    step: int,
+    prefix: PrefixCache | None = None,
 ) -> dict[str, Any]:
     """A [`Divergence`] as JSON.
 
@@ -64,10 +77,11 @@ def compare(
         plain: plain generation's answer.
         other: another one.
         step: how many tokens its method verifies a forward.
+        prefix: the cache kept after plain generation; it stays as it is.
     """
     pairs = enumerate(zip(plain, other, strict=False))
     place = next((i for i, (one, two) in pairs if one != two), min(len(plain), len(other)))
-    single, several = answer_logits(target, prompt_ids, plain[: place + 2 * step], (1, step))
+    single, several = answer_logits(target, prompt_ids, plain[: place + 2 * step], (1, step), prefix)
     best = single.max(dim=-1)
     rounding = (several.gather(1, best.indices[:, None])[:, 0] - best.values).abs()
     rounding = rounding[max(0, place - 2 * step) :].max()  # over few: the most of a long answer would excuse anything

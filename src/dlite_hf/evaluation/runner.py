@@ -242,7 +242,12 @@ class _Run:
             "identical": {method.name: tokens[method.name] == plain for method in others},
             "divergence": {
                 method.name: compare(
-                    self.target, prompt_ids, plain, tokens[method.name], (method.num_draft_tokens or 0) + 1
+                    self.target,
+                    prompt_ids,
+                    plain,
+                    tokens[method.name],
+                    (method.num_draft_tokens or 0) + 1,
+                    caches[PLAIN],
                 )
                 for method in others
                 if tokens[method.name] != plain
