@@ -1,5 +1,5 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""`DLiteCandidateGenerator` by Transformers' own contract: in its stock loop at batch 1, and called by hand (5)."""
+"""`DLiteCandidateGenerator` by Transformers' own contract: in its stock loop at batch 1, and called by hand."""
 
 import pytest
 import torch

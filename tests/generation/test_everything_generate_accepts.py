@@ -1,5 +1,5 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""Whatever else `generate` accepts is right, or one ValueError before the first token (scenarios 8 and 17)."""
+"""Whatever else `generate` accepts is right, or one ValueError before the first token."""
 
 import peft
 import pytest
@@ -119,6 +119,15 @@ def test_an_encoder_decoder_is_refused(drafter, forwards):
     assert not seen
 
 
+@pytest.mark.parametrize("field", ["cross_attention_layers", "cross_layer_interval"])  # of Mllama, of Idefics
+def test_layers_for_images_are_refused(target, drafter, forwards, field):
+    seen = forwards(target)
+    setattr(target.config, field, 2)
+    with pytest.raises(ValueError, match="LlamaForCausalLM attends to images in layers of their own"):
+        target.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=4)
+    assert not seen
+
+
 def make_mamba():
     return MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=5))
 
@@ -207,7 +216,10 @@ def test_an_ignored_knob_warns_once_and_changes_nothing(target, caplog, name):
     assert warnings == [f"`{name}={value!r}` has no effect on a DLite drafter."]
 
 
-@pytest.mark.parametrize("asked, num_drafted, warns", [(1, 1, False), (3, 3, False), (5, 5, False), (6, 5, True)])
+@pytest.mark.parametrize(
+    "asked, num_drafted, warns",
+    [(1, 1, False), (3, 3, False), (5, 5, False), (6, 5, True), (20, 5, False)],  # 20 is Transformers' own default
+)
 def test_num_assistant_tokens_lowers_the_draft_for_a_call(target, caplog, asked, num_drafted, warns):
     warning_once.cache_clear()
     inputs = make_inputs(target, 8)
@@ -241,6 +253,22 @@ def test_a_prompt_of_embeddings(architecture, group_size):
     # A real drafter, whose group of two is one short in the first round.
     real = make_drafter(target, anchor_group_size=group_size)
     assert torch.equal(target.generate(inputs_embeds=inputs_embeds, assistant_model=real, **OPTIONS), plain)
+
+
+@pytest.mark.parametrize("length", [2, 12])  # fewer and more than a draft has
+def test_token_types(length):
+    """Plain generation gives every new token the type of the prompt's last."""
+    target = make_target("gpt2")
+    inputs = make_inputs(target, length)
+    types = torch.full_like(inputs["input_ids"], 3)
+    types[:, -1] = 90
+    plain = target.generate(**inputs, token_type_ids=types, **OPTIONS)
+    assert not torch.equal(plain, target.generate(**inputs, **OPTIONS))
+    all_types = torch.cat([types, types.new_full((1, NUM_NEW_TOKENS), 90)], dim=1)
+    drafter = make_replay_for(target, plain, model_inputs={"token_type_ids": all_types})
+    output, statistics = generate_with_statistics(target, drafter, **inputs, token_type_ids=types, **OPTIONS)
+    assert torch.equal(output, plain)
+    check_drafts(drafter, statistics)
 
 
 def test_a_prompt_of_embeddings_beside_ids(target):

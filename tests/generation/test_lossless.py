@@ -1,5 +1,5 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""Greedy output with a drafter is the target's own, for every kind of target and drafter (scenarios 1, 7, 9)."""
+"""Greedy output with a drafter is the target's own, for every kind of target and drafter."""
 
 import math
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""Processors act on a drafted call as on a plain one, and never see a token that may be rejected (scenario 6)."""
+"""Processors act on a drafted call as on a plain one, and never see a token that may be rejected."""
 
 import functools
 import math

@@ -1,5 +1,5 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""Sampling with a drafter follows the target's own distribution, counted on a vocabulary of seven (scenario 5)."""
+"""Sampling with a drafter follows the target's own distribution, counted on a vocabulary of seven."""
 
 import copy
 import itertools

@@ -1,5 +1,5 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""Several calls on one target: caches that are kept, and calls that leave no trace (scenarios 15 and 16)."""
+"""Several calls on one target: caches that are kept, and calls that leave no trace."""
 
 import gc
 import sys

@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""`speculation_statistics()` on scripted acceptances (scenario 25)."""
+"""`speculation_statistics()` on scripted acceptances."""
 
+import asyncio
 import math
 import threading
 
@@ -172,6 +173,15 @@ def test_threads_have_their_own():
             thread.join()
     assert results == {0: ORIGINS, 1: [0, 1, 2, 0, 1, 2, 3, 4, 0]}
     assert outside.num_rounds == 0
+
+
+def test_a_thread_of_asyncio_counts_for_the_block_that_it_came_from(scripted):
+    async def work():
+        with speculation_statistics() as statistics:
+            await asyncio.to_thread(scripted.generate, max_new_tokens=NUM_NEW_TOKENS)
+        return statistics.token_origins
+
+    assert asyncio.run(work()) == ORIGINS
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

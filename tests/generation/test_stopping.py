@@ -1,5 +1,5 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
-"""A drafted call ends where a plain one ends, and nothing is looked at after the end (scenarios 1 to 4)."""
+"""A drafted call ends where a plain one ends, and nothing is looked at after the end."""
 
 import itertools
 import math

@@ -59,21 +59,21 @@ def speculative_decoding(
     sequence.emit(outputs.logits[:, -1])
     del outputs  # a prompt's hidden states, if the call asked for them, live on in the records alone
 
-    num_matches = 0
+    num_matches, device = 0, steps.model.device
     with steps.optimized_for_decoding(), _recording_past(steps.cache):
         while not sequence.is_finished:
-            started = _clock(statistics, input_ids.device)
+            started = _clock(statistics, device)
             candidate_ids, draft_logits = candidate_generator.get_candidates(
                 sequence.input_ids, model_outputs=draft_inputs, n_last_matches=num_matches
             )
             draft_ids = candidate_ids[:, sequence.input_ids.shape[1] :]
-            drafted = _clock(statistics, input_ids.device)
+            drafted = _clock(statistics, device)
             draft_inputs = steps.verify(candidate_ids, num_candidates=draft_ids.shape[1])
             if statistics is not None:
                 statistics.num_rounds += 1
                 statistics.num_drafted_tokens += draft_ids.shape[1]
                 statistics.drafting_seconds += drafted - started
-                statistics.verifying_seconds += _clock(statistics, input_ids.device) - drafted
+                statistics.verifying_seconds += _clock(statistics, device) - drafted
             num_matches = _emit_verified(sequence, draft_inputs, draft_ids, draft_logits, steps.cache, statistics)
             if statistics is not None and statistics.on_round is not None:
                 statistics.on_round(draft_ids, draft_logits, sequence.input_ids[:, -num_matches - 1 :])

@@ -46,6 +46,7 @@ _RIVAL_OPTIONS = (
     "assistant_ensemble_weight",
     "dola_layers",
 )
+_CROSS_ATTENTION_FIELDS = ("cross_attention_layers", "cross_layer_interval")  # of Mllama, and of Idefics
 _IGNORED_OPTIONS = (
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
@@ -108,9 +109,7 @@ class TargetSteps:
         """Runs the last `num_candidates + 1` of `sequence_ids` `[N, T + k]`: logits and hidden states of them all."""
         model_kwargs = dict(self.model_kwargs)
         if num_candidates:
-            model_kwargs = self.model._update_model_kwargs_for_generation(
-                BaseModelOutput(), model_kwargs, num_new_tokens=num_candidates
-            )
+            model_kwargs = self._grown(BaseModelOutput(), model_kwargs, num_candidates)
         model_inputs = self.model.prepare_inputs_for_generation(
             sequence_ids, next_sequence_length=num_candidates + 1, **model_kwargs
         )
@@ -121,9 +120,14 @@ class TargetSteps:
 
     def advance(self, outputs: ModelOutput, num_new_tokens: int) -> None:
         """Makes masks and positions of the next forward cover `num_new_tokens` more."""
-        self.model_kwargs = self.model._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=num_new_tokens
-        )
+        self.model_kwargs = self._grown(outputs, self.model_kwargs, num_new_tokens)
+
+    def _grown(self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_new_tokens: int) -> dict[str, Any]:
+        has_types = model_kwargs.get("token_type_ids") is not None
+        # For several tokens at once Transformers repeats as many types; plain generation repeats the last one.
+        for step in [1] * num_new_tokens if has_types else [num_new_tokens]:
+            model_kwargs = self.model._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=step)
+        return model_kwargs
 
     def optimized_for_decoding(self) -> AbstractContextManager[None]:
         return self.model._optimize_model_for_decode()
@@ -152,8 +156,13 @@ def _check_call(
         )
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder, but a DLite drafter serves decoders only.")
+    text_config = model.config.get_text_config(decoder=True)
+    if any(getattr(config, name, None) for config in (model.config, text_config) for name in _CROSS_ATTENTION_FIELDS):
+        raise ValueError(
+            f"{type(model).__name__} attends to images in layers of their own, whose masks and keys do not follow a "
+            "draft; generate without `assistant_model`."
+        )
     if model._is_stateful:
-        text_config = model.config.get_text_config(decoder=True)
         layer_types = sorted(set(getattr(text_config, "layer_types", None) or ()))
         raise ValueError(
             f"{type(model).__name__} keeps a recurrent state (layer types {layer_types or [text_config.model_type]}), "
