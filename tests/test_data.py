@@ -44,6 +44,8 @@ def test_the_collator_pads_on_the_right():
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["supervised"].tolist() == [[False, True, True], [True, False, False]]
+    cut = drafting_data_collator([{"input_ids": [5, 6, 7], "supervised": [False, True, True]}], max_length=2)
+    assert cut["input_ids"].tolist() == [[5, 6]] and cut["supervised"].tolist() == [[False, True]]
 
 
 def make_blocks(features, **overrides):

@@ -17,6 +17,7 @@ from dlite_hf.target import capture_hidden_states
 from dlite_hf.trainer import DLiteTrainer
 from dlite_hf.training_args import DLiteTrainingArguments
 from dlite_hf.training_progress import TrainingProgress
+from dlite_hf.training_record import TrainingRecord
 
 from .test_trainer import gradient_of_one_step, make_args, make_samples, take_batch
 
@@ -291,6 +292,9 @@ def test_the_best_checkpoint_is_the_one_with_the_best_tau(tmp_path, tiny_llama, 
     trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[2] < losses[1]  # the loss alone would have chosen the last
+    # What a checkpoint holds is its own step; what the trainer holds in the end is the best one.
+    steps = [TrainingRecord.load(tmp_path / f"checkpoint-{step}").runs[-1].best_step for step in (2, 3)]
+    assert (steps, trainer.training_record().runs[-1].best_step) == ([None, None], 2)
     assert trainer.state.best_metric == 2.5
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
 
@@ -329,6 +333,13 @@ def test_evaluation_generates_for_held_out_prompts(tmp_path, tiny_llama, make_dr
     starts = [8, *[sample["supervised"].index(True) for sample in samples[1:]]]
     assert prompts == [each[:start] for each, start in zip(ids, starts, strict=True)][:4]
     assert 1 <= metrics["eval_tau"] <= 6
+
+
+def test_refuses_a_run_that_ends_in_its_warmup(tmp_path, tiny_llama, make_drafter, teacher):
+    # Two steps an epoch; the Trainer rounds the 1.5 epochs of 3 steps up to 2.
+    trainer = make_trainer(tmp_path, tiny_llama, make_drafter(tiny_llama), teacher, warmup_epochs=1.75, max_steps=3)
+    with pytest.raises(ValueError, match="`warmup_epochs` 1.75 .* more than the 1.5 epochs of this run"):
+        trainer.train()
 
 
 def test_refuses_a_teacher_that_does_not_fit(tmp_path, tiny_llama, make_drafter, teacher):

@@ -17,10 +17,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dlite_hf import DLiteForDrafting, DLiteTrainer, cli
-from dlite_hf.commands.train import newest_checkpoint
+from dlite_hf.commands.train import _runs_of, newest_checkpoint
 from dlite_hf.commands.train_data import read_conversations
 from dlite_hf.training_args import DLiteTrainingArguments
 from dlite_hf.training_record import TrainingRecord
+
+from .test_training_record import make_run
 
 
 TEMPLATE = (
@@ -165,6 +167,69 @@ def test_a_killed_run_goes_on_where_it_was(train, tmp_path, monkeypatch, capsys)
     assert actual == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mask_token_id=7"], "checkpoint-2 was trained with `mask_token_id` 97, but this training has 7; choose"),
+        (["--target_layer_ids", "0", "1", "2"], "`target_layer_ids` ["),
+        (["--max_length=50"], "`max_length` 4096, but this training has 50"),
+        (["--target_dtype=bfloat16"], "`target` "),
+        ([], "`data` [('answers.jsonl', 16, 112)], but this training has [('answers.jsonl', 17, "),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused(train, tmp_path, monkeypatch, capsys, options, message):
+    """Their shapes are the same, so each would load."""
+    training_step, steps = DLiteTrainer.training_step, []
+
+    def dying_step(self, *args, **kwargs):
+        steps.append(1)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return training_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DLiteTrainer, "training_step", dying_step)
+    with pytest.raises(KeyboardInterrupt):
+        train("--num_context_layers=3")
+    if not options:
+        write_answers(tmp_path / "answers.jsonl", 17)
+    if "--target_layer_ids" not in options:
+        options = ["--num_context_layers=3", *options]
+    assert train(*options) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert len(steps) == 3
+
+
+def test_a_finished_teacher_of_another_training_is_refused(train, monkeypatch, capsys):
+    training_step = DLiteTrainer.training_step
+
+    def dying_step(self, *args, **kwargs):
+        if self.stage != "teacher":
+            raise KeyboardInterrupt
+        return training_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DLiteTrainer, "training_step", dying_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(*STAGES, "--teacher_max_steps=1")
+    assert train(*STAGES, "--teacher_max_steps=1", "--teacher_history_window=6") == 2
+    assert (
+        "drafter was trained with `history_window` 8, but this training has 6"
+        in (capsys.readouterr().err.splitlines()[-1])
+    )
+
+
+def test_a_drafter_of_the_hub_brings_its_record(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert _runs_of("owner/name") == []
+    record = TrainingRecord([make_run()])
+    record.save(snapshot)
+    assert _runs_of("owner/name") == record.runs
+
+
 def readme_options():
     """What README's short command gives beside its files."""
     text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -186,7 +251,7 @@ def test_readmes_command_goes_on_when_it_was_killed_in_its_second_epoch(target_f
 
     monkeypatch.setattr(DLiteTrainer, "training_step", dying_step)
     where = ["--target", str(target_folder), "--train_files", answers, "--output_dir", str(tmp_path / "out")]
-    smaller = ["--num_hidden_layers=1", "--sequential_rank=8", "--eval_num_prompts=1", "--eval_max_new_tokens=2"]
+    smaller = ["--num_hidden_layers=1", "--sequential_rank=8", "--eval_num_prompts=1", "--eval_max_new_tokens=3"]
     command = ["train", *where, *readme_options(), *smaller, "--use_cpu", "--disable_tqdm=true"]
     with pytest.raises(KeyboardInterrupt):
         cli.main(command)
@@ -346,6 +411,8 @@ def test_what_is_held_out_is_not_in_the_records(train, tmp_path, seen):
         (["--teacher_max_steps=1"], "`teacher_max_steps` is 1, but `teacher_epochs` 0"),
         ([*STAGES, "--teacher_ce_weight=0"], "`teacher_ce_weight` is 0.0 and `teacher_tv_weight` 0.0"),
         (["--push_to_hub"], "`dlite-hf card --push`"),
+        (["--save_only_model"], "`save_only_model` leaves the optimizer"),
+        (["--label_smoothing_factor=0.1"], "`label_smoothing_factor` is 0.1"),
         (["--train_files"], "`train_files` is empty"),
         (["--resume_from_checkpoint=true"], "goes on by itself"),
         (["--eval_strategy=epoch"], "to evaluate, set `eval_strategy`"),

@@ -296,11 +296,37 @@ def test_refuses_what_does_not_fit(tmp_path, tiny_llama, make_drafter):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("max_length", 2), ("max_anchors", 0), ("loss_decay", 0.0), ("tv_weight", -1.0), ("ce_labels", "teacher")],
+    [
+        ("max_length", 2),
+        ("max_anchors", 0),
+        ("loss_decay", 0.0),
+        ("tv_weight", -1.0),
+        ("ce_labels", "teacher"),
+        ("eval_num_prompts", 0),
+        ("eval_max_new_tokens", 2),
+    ],
 )
 def test_arguments_are_validated(tmp_path, field, value):
     with pytest.raises(ValueError, match=f"`{field}` .*{value}"):
         make_args(tmp_path, **{field: value})
+
+
+def test_samples_are_cut_where_conversations_are(tmp_path, tiny_llama, make_drafter):
+    args = make_args(tmp_path, max_length=7)
+    trainer = DLiteTrainer(make_drafter(tiny_llama), tiny_llama, args, make_samples(), make_samples(4, seed=1))
+    assert take_batch(trainer)["input_ids"].shape[1] == 7
+    assert next(iter(trainer.get_eval_dataloader()))["input_ids"].shape[1] == 7
+
+
+def test_the_loss_of_an_evaluation_does_not_depend_on_the_batches(tmp_path, tiny_llama, make_drafter):
+    samples, drafter = make_samples(5, seed=1), make_drafter(tiny_llama)
+    losses = []
+    for batch_size in (1, 2, 5):
+        # All anchors, since which are drawn depends on the batches.
+        args = make_args(tmp_path, per_device_eval_batch_size=batch_size, max_anchors=100, eval_num_prompts=1)
+        trainer = DLiteTrainer(drafter, tiny_llama, args, eval_dataset=samples)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
 
 
 def forward_inputs(trainer, batch):
@@ -367,7 +393,12 @@ def overfitted(tmp_path_factory):
         sequential_rank=16,
     )
     args = make_args(
-        tmp_path_factory.mktemp("overfitted"), max_steps=300, learning_rate=5e-3, logging_steps=100, seed=0
+        tmp_path_factory.mktemp("overfitted"),
+        max_steps=300,
+        learning_rate=5e-3,
+        logging_steps=100,
+        eval_max_new_tokens=17,
+        seed=0,
     )
     trainer = DLiteTrainer(drafter, target, args, samples, samples)
     trainer.train()
@@ -397,6 +428,7 @@ def test_an_overfitted_drafter_gets_its_tokens_accepted(overfitted):
             drafted = overfitted.target.generate(prompt[None], assistant_model=overfitted.drafter, **options)
             assert torch.equal(drafted, plain)
     assert statistics.tau > overfitted.drafter.config.num_draft_tokens / 2
+    assert overfitted.trainer.evaluate()["eval_tau"] == statistics.tau
 
 
 def test_predict_leaves_no_trace_in_the_next_evaluation(tmp_path, tiny_llama, make_drafter):

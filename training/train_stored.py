@@ -169,16 +169,19 @@ class StoredTrainer(DLiteTrainer):
         super().__init__(*args, **kwargs)
         self.store = store
         self.layer_ids = store["layer_ids"].tolist()
-        if missing := sorted(set(self.drafter.config.captured_layer_ids) - set(self.layer_ids)):
-            raise ValueError(
-                f"The drafter reads the layers {missing}, but the store holds {self.layer_ids}; write another one, or "
-                "choose `target_layer_ids` and `history_layer_ids` among them."
-            )
-        if self.drafter.config.history_window - 1 > store["window"]:
-            raise ValueError(
-                f"`history_window` is {self.drafter.config.history_window}, but the store holds {store['window']} "
-                "tokens before an answer; write one with a larger `store_window`."
-            )
+        for name, model in (("drafter", self.drafter), ("teacher", self.teacher)):
+            if model is None:
+                continue
+            if missing := sorted(set(model.config.captured_layer_ids) - set(self.layer_ids)):
+                raise ValueError(
+                    f"The {name} reads the layers {missing}, but the store holds {self.layer_ids}; write another one, "
+                    "or choose `target_layer_ids` and `history_layer_ids` among them."
+                )
+            if model.config.history_window - 1 > store["window"]:
+                raise ValueError(
+                    f"The {name}'s `history_window` is {model.config.history_window}, but the store holds "
+                    f"{store['window']} tokens before an answer; write one with a larger `store_window`."
+                )
         weight = self.target.get_output_embeddings().weight
         vocab_ids = self.drafter.sequential_head.draft_vocab_ids
         self.lm_head = weight if vocab_ids is None else weight[vocab_ids].contiguous()
@@ -240,6 +243,8 @@ def make_drafter(args: StoredArguments, target: PreTrainedModel, tokenizer: Any)
         "target_name_or_path": args.target_name,
         "target_quantization": args.target_quantization,
     }
+    if args.random_weights and args.drafter is not None:
+        raise ValueError(f"`drafter` is {args.drafter!r}, but `random_weights` starts from none; drop one of the two.")
     if args.random_weights:
         return DLiteForDrafting(DLiteConfig.from_target(target.config, tokenizer, **overrides))
     drafter = DLiteForDrafting.from_target(target, tokenizer, **overrides)
@@ -247,8 +252,14 @@ def make_drafter(args: StoredArguments, target: PreTrainedModel, tokenizer: Any)
         start = DLiteForDrafting.from_pretrained(args.drafter, dtype=torch.float32)
         if start.config.draft_vocab_size is not None:
             drafter.reduce_draft_vocabulary(start.sequential_head.draft_vocab_ids.tolist())
+        for name in ("num_hidden_layers", "target_layer_ids", "context_fusion", "mask_token_id"):
+            if getattr(start.config, name) != getattr(drafter.config, name):
+                raise ValueError(
+                    f"{args.drafter} has `{name}` {getattr(start.config, name)}, but this training "
+                    f"{getattr(drafter.config, name)}; give the same."
+                )
         missing = drafter.load_state_dict(start.state_dict(), strict=False).missing_keys
-        logger.warning(f"From {args.drafter}, but for {missing or 'nothing'}.")
+        logger.warning(f"From {args.drafter}, but for {missing or 'nothing'}.")  # a window of history adds weights
     return drafter
 
 

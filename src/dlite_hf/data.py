@@ -68,14 +68,16 @@ def most_frequent_tokens(
     return DraftVocabulary(chosen.sort().values.tolist(), int(counts[chosen].sum()) / total)
 
 
-def drafting_data_collator(features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def drafting_data_collator(
+    features: Sequence[dict[str, Any]], max_length: int | None = None
+) -> dict[str, torch.Tensor]:
     """Pads samples on the right: `input_ids`, `attention_mask` and `supervised`, each `[B, T]`.
 
-    The anchors are drawn later, by [`sample_blocks`]: a data loader fetches ahead of the step, and what it drew at
-    random would differ after a resumption.
+    Longer ones are cut after `max_length` tokens. The anchors are drawn later, by [`sample_blocks`]: a data loader
+    fetches ahead of the step, and what it drew at random would differ after a resumption.
     """
-    input_ids = [torch.as_tensor(feature["input_ids"], dtype=torch.long) for feature in features]
-    supervised = [torch.as_tensor(feature["supervised"], dtype=torch.bool) for feature in features]
+    input_ids = [torch.as_tensor(feature["input_ids"][:max_length], dtype=torch.long) for feature in features]
+    supervised = [torch.as_tensor(feature["supervised"][:max_length], dtype=torch.bool) for feature in features]
     return {
         "input_ids": pad_sequence(input_ids, batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(ids) for ids in input_ids], batch_first=True),

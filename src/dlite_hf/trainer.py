@@ -50,9 +50,10 @@ class DLiteTrainer(Trainer):
     [`~transformers.Trainer`] for a DLite drafter. The target runs online, in its own dtype and without gradients; it
     is neither changed nor saved.
 
-        loss = sum w_k (kl_weight KL + ce_weight CE + tv_weight TV) / sum w_k      (the paper's equations 6 and 7)
+        loss = sum w_k ((1 - share) KL + share (ce_weight CE + tv_weight TV)) / sum w_k      (the paper's eq. 6 and 7)
 
-    with both sums over the whole optimizer step: all anchors of all accumulated batches of all processes. The stages:
+    with a share of 0 in the warm-up and 1 in the stable stage, and both sums over the whole optimizer step: all
+    anchors of all accumulated batches of all processes. The stages:
 
     * teacher: a drafter with a `history_window`, in a run of its own; the paper's has `ce_weight=1.0, tv_weight=0.0`.
     * warm-up, for `warmup_epochs`: KL divergence from the `teacher`, whose head is copied to the drafter and frozen.
@@ -123,7 +124,7 @@ class DLiteTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator or drafting_data_collator,
+            data_collator=data_collator or partial(drafting_data_collator, max_length=args.max_length),
             train_dataset=self._samples(train_dataset, processing_class, args),
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -142,6 +143,7 @@ class DLiteTrainer(Trainer):
         num_draft_tokens = self.drafter.config.num_draft_tokens
         # Rows, correct ones and acceptance [3, K] since the last log, apart for evaluation and training.
         self._statistics = torch.zeros(2, 3, num_draft_tokens, device=args.device)
+        self._eval_loss = torch.zeros(2, device=args.device)  # its sum, and that of the weights
         self._trained_share = self.stable_share
 
     @property
@@ -267,6 +269,8 @@ class DLiteTrainer(Trainer):
             )
         self._statistics[int(model.training)] += torch.stack(result[1:])
         total = weights.sum() if num_items_in_batch is None else num_items_in_batch
+        if not model.training:
+            self._eval_loss += torch.stack([result.loss.detach(), total])
         loss = result.loss / total.clamp_min(torch.finfo(torch.float32).tiny)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes, the sum is over all
@@ -364,8 +368,8 @@ class DLiteTrainer(Trainer):
             loss_decay=args.loss_decay,
             max_length=args.max_length,
             history_window=config.history_window,
-            # What is saved once the run has ended is its best checkpoint, where that was asked for.
-            best_step=self.state.best_global_step if args.load_best_model_at_end else None,
+            # Once the run has ended, the drafter is its best checkpoint, where that was asked for.
+            best_step=None if self.is_in_train or not args.load_best_model_at_end else self.state.best_global_step,
             data=self.training_data,
             hardware=hardware(args.device, args.world_size),
         )
@@ -422,8 +426,12 @@ class DLiteTrainer(Trainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._statistics[0].zero_()  # of a prediction, which logs nothing
+        self._eval_loss.zero_()
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
+        # The Trainer's own is a mean of the batches' means, and changes with the batch size.
+        loss, weights = self.accelerator.reduce(self._eval_loss).tolist()
+        output.metrics[f"{prefix}_loss"] = loss / weights if weights else float("nan")
         output.metrics[f"{prefix}_tau"] = live_tau(
             self.target, self.drafter, dataloader.dataset, self.args, self.accelerator
         )

@@ -86,10 +86,12 @@ class DLiteTrainingArguments(TrainingArguments):
                 f"`warmup_epochs` is {self.warmup_epochs} and `transition_epochs` {self.transition_epochs}, but none "
                 "may be negative, and a transition follows a warm-up."
             )
-        if min(self.eval_num_prompts, self.eval_max_new_tokens) < 1:
+        if self.eval_num_prompts < 1:
+            raise ValueError(f"`eval_num_prompts` is {self.eval_num_prompts}, but must be at least 1.")
+        if self.eval_max_new_tokens < 3:
             raise ValueError(
-                f"`eval_num_prompts` is {self.eval_num_prompts} and `eval_max_new_tokens` {self.eval_max_new_tokens}, "
-                "but both must be at least 1."
+                f"`eval_max_new_tokens` is {self.eval_max_new_tokens}, but only the 3rd token and later ones follow a "
+                "draft; raise it to 3 or more."
             )
         if self.ce_labels not in ("argmax", "token"):
             raise ValueError(f"`ce_labels` is {self.ce_labels!r}, but must be 'argmax' or 'token'.")

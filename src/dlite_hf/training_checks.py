@@ -38,6 +38,11 @@ def check_training(
             f"`teacher` is {'given' if teacher is not None else 'missing'}, but `warmup_epochs` is "
             f"{args.warmup_epochs}; a warm-up learns from a teacher, so give both or neither."
         )
+    if args.label_smoothing_factor:
+        raise ValueError(
+            f"`label_smoothing_factor` is {args.label_smoothing_factor}, but the loss compares the drafter with the "
+            "target's own distribution, which is not smoothed; leave it out."
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"One process sees {args.n_gpu} GPUs and would split each batch over them, which tears anchors from "

@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """What a training run has done so far, by stage; it goes into checkpoints and is taken up again with them."""
 
+import math
 import time
 from typing import Any
 
@@ -64,12 +65,15 @@ class TrainingProgress(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: DLiteTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if args.warmup_epochs + args.transition_epochs > state.num_train_epochs:
-            raise ValueError(
-                f"`warmup_epochs` {args.warmup_epochs} and `transition_epochs` {args.transition_epochs} are more than "
-                f"the {state.num_train_epochs} epochs of this run, so that it never gets to the stable stage; train "
-                "longer."
-            )
+        if args.warmup_epochs:
+            # Not `state.num_train_epochs`, which is rounded up.
+            epochs = state.max_steps / math.ceil(len(kwargs["train_dataloader"]) / args.gradient_accumulation_steps)
+            if args.warmup_epochs + args.transition_epochs > epochs:
+                raise ValueError(
+                    f"`warmup_epochs` {args.warmup_epochs:g} and `transition_epochs` {args.transition_epochs:g} are "
+                    f"more than the {epochs:g} epochs of this run, so that it never gets to the stable stage; train "
+                    "longer."
+                )
         saved = state.stateful_callbacks.get(type(self).__name__)
         self.stages = {}
         if saved and state.global_step:

@@ -8,9 +8,11 @@ import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerState, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import cached_file
 
 from ..configuration_dlite import DLiteConfig
 from ..conversations import end_of_turn_ids
@@ -20,7 +22,7 @@ from ..folder_lock import alone_in
 from ..modeling_dlite import DLiteForDrafting
 from ..trainer import DLiteTrainer
 from ..training_args import DLiteTrainingArguments
-from ..training_record import TrainingRecord
+from ..training_record import FILE_NAME, TrainingRecord, TrainingRun
 from .train_arguments import (
     EstimateArguments,
     TrainArguments,
@@ -109,10 +111,16 @@ def _train(train_args: TrainArguments, training_args: DLiteTrainingArguments) ->
             processing_class=tokenizer,
         )
         trainer.training_data = records
-        earlier = [each for each in (train_args.drafter, teacher) if each is not None and TrainingRecord.exists(each)]
-        trainer.earlier_runs = [past for each in earlier for past in TrainingRecord.load(each).runs]
+        earlier = [each for each in (train_args.drafter, teacher) if each is not None]
+        trainer.earlier_runs = [past for each in earlier for past in _runs_of(each)]
+        finished = Path(args.output_dir, "drafter")
+        if finished.exists():
+            _check_same_training(trainer, finished)
+            _say(args, f"The teacher is finished: {finished}")
+            return
         checkpoint = newest_checkpoint(args.output_dir)
         if checkpoint is not None:
+            _check_same_training(trainer, checkpoint)
             _say(args, f"Going on from {checkpoint}")
         trainer.train(resume_from_checkpoint=checkpoint)
         _save(trainer)
@@ -121,11 +129,9 @@ def _train(train_args: TrainArguments, training_args: DLiteTrainingArguments) ->
     if train_args.teacher_epochs:
         args = teacher_arguments(train_args, training_args)
         teacher = Path(args.output_dir, "drafter")
-        if teacher.exists():
-            _say(args, f"The teacher is finished: {teacher}")
-        else:
+        if not teacher.exists():
             _say(args, f"Training the teacher, {args.num_train_epochs:g} epochs, in {args.output_dir}")
-            run(args, train_args.teacher_history_window)
+        run(args, train_args.teacher_history_window)
     _say(training_args, f"Training the drafter in {training_args.output_dir}")
     run(training_args, train_args.history_window, teacher)
 
@@ -144,6 +150,35 @@ def newest_checkpoint(folder: str | os.PathLike) -> str | None:
             continue
         return str(path)
     return None
+
+
+def _runs_of(drafter: str | Path) -> list[TrainingRun]:
+    """What led to a drafter, in a folder or on the Hub, where it was recorded."""
+    try:
+        file = cached_file(str(drafter), FILE_NAME)
+    except OSError:
+        return []
+    return TrainingRecord.load(Path(file).parent).runs
+
+
+def _check_same_training(trainer: DLiteTrainer, folder: str | Path) -> None:
+    """Refuses what `folder` holds of another drafter, target or other data: it would load without an error."""
+
+    def settings(config: DLiteConfig, run: TrainingRun) -> dict[str, Any]:
+        files = [(each.file, each.conversations, each.supervised_tokens) for each in run.data]
+        own = {name: getattr(config, name) for name in DLiteConfig.__annotations__}
+        return {**own, "target": run.target, "data": files, "max_length": run.max_length}
+
+    if not TrainingRecord.exists(folder):  # as in a sharded checkpoint
+        return
+    theirs = settings(DLiteConfig.from_pretrained(folder), TrainingRecord.load(folder).runs[-1])
+    ours = settings(trainer.drafter.config, trainer.training_record().runs[-1])
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise ValueError(
+                f"{folder} was trained with `{name}` {theirs[name]!r}, but this training has {value!r}; choose "
+                "another `output_dir`, or the same settings."
+            )
 
 
 def _save(trainer: DLiteTrainer) -> None:

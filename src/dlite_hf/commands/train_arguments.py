@@ -201,6 +201,11 @@ def check_arguments(train_args: TrainArguments, training_args: DLiteTrainingArgu
             f"`resume_from_checkpoint` is {training_args.resume_from_checkpoint!r}, but the command goes on by itself "
             "from the newest checkpoint in `output_dir`; leave it out, and remove newer checkpoints if there are any."
         )
+    if training_args.save_only_model:
+        raise ValueError(
+            "`save_only_model` leaves the optimizer and the schedule out of checkpoints, without which a run that was "
+            "killed cannot go on; leave it out."
+        )
     if training_args.push_to_hub:
         raise ValueError(
             "`push_to_hub` would upload checkpoints without a card; leave it out, and publish the finished drafter "
