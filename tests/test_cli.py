@@ -207,6 +207,8 @@ def test_version_and_help(capsys):
     [
         ("regenerate", ["--prompts"]),
         ("train", ["--teacher_epochs", "--learning_rate", "--warmup_epochs", "--estimate"]),
+        ("evaluate", ["--tasks", "--batch_sizes"]),
+        ("trace", ["--prompt"]),
         ("card", ["--repo_id"]),
     ],
 )

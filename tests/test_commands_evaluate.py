@@ -3,10 +3,12 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 from dlite_hf import cli
+from dlite_hf.commands import evaluate as command
 from dlite_hf.evaluation.concurrency import concurrency_table
 from dlite_hf.evaluation.report import Report
 
@@ -68,6 +70,29 @@ def test_many_sequences_at_once(folder, tmp_path, capsys):
     lengths = [row["prompt_tokens"] for row in Report.load(tmp_path / "out" / "report.json").rows]
     assert [row["prompt_tokens"] for row in plain] == [lengths[0], sum(lengths[:2])]
     assert concurrency_table(rows) in capsys.readouterr().out
+
+
+def test_plain_generation_is_as_fast_there_as_in_the_report(folder, tmp_path, monkeypatch):
+    """As on CUDA, where it may use a static cache."""
+    settings = {"cache_implementation": "static", "max_cache_len": 64}
+
+    def choose(self, prompt_ids):
+        plain = next(method for method in self.progress.methods if method.kind == "plain")
+        self.progress.choose_plain(replace(plain, settings=settings))
+
+    seen = []
+    monkeypatch.setattr("dlite_hf.evaluation.runner._Run._choose_plain_cache", choose)
+    monkeypatch.setattr(
+        command, "measure_concurrency", lambda target, prompts, methods, **options: seen.extend(methods)
+    )
+    monkeypatch.setattr(command, "concurrency_table", lambda rows: "")
+    fields = ["--target", f"{folder}/target", "--tasks", f"{folder}/short.jsonl", "--device", "cpu"]
+    fields += ["--max_new_tokens", "4", "--batch_sizes", "1"]
+    assert cli.main(["evaluate", "--output_dir", str(tmp_path / "out"), *fields]) == 0
+    assert [(method.name, method.settings) for method in seen] == [
+        ("plain", settings),
+        ("prompt_lookup", {"prompt_lookup_num_tokens": 10}),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .configuration_dlite import DLiteConfig
 from .history import ANCHORS_PER_DENSE_ROW
+from .losses import ROWS_PER_MATMUL
 from .modeling_dlite import DLiteForDrafting
 from .target import text_decoder
 
@@ -26,7 +27,6 @@ UTILIZATION = {**dict.fromkeys(PEAK_FLOPS, 0.4), "cpu": 0.6}
 
 _ADAMW_BYTES = 16  # a parameter in fp32, its gradient and two moments
 _CHECKPOINT_BYTES = 12  # a parameter in fp32 and two moments
-_ROWS_PER_MATMUL = 512  # of the loss
 _TOKENIZED_BYTES = 5  # a token on disk: its id, and whether it is supervised
 
 
@@ -252,7 +252,7 @@ class Workload:
             "target's hidden states": tokens * layers_read * self.drafter.hidden_size * self.target_bytes,
             "target's logits": num_logits * self.drafter.vocab_size * self.target_bytes,
             "drafter's activations (rough)": activations,
-            "loss": vocab_size * (_ROWS_PER_MATMUL * self.activation_bytes + rank * 4),
+            "loss": vocab_size * (ROWS_PER_MATMUL * self.activation_bytes + rank * 4),
         }
         if any(model.history_window for model in models):
             numbers = self.batch_size * max(map(self._history_numbers, models))

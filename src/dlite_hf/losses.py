@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 
 # Rows of one matmul over the vocabulary: enough for its speed, and few enough to hold their logits.
-_ROWS_PER_MATMUL = 512
+ROWS_PER_MATMUL = 512
 # Rows whose fp32 distributions exist at a time: the scratch tensors of them should stay in the cache of a CPU.
 _ROWS_PER_CHUNK = 16
 
@@ -202,8 +202,8 @@ class _ChunkedLoss(torch.autograd.Function):
         correct = torch.empty_like(weights, dtype=torch.bool)
         grad_states, grad_weight = torch.zeros_like(states), torch.zeros_like(output_weight)
 
-        for first in range(0, num_rows, _ROWS_PER_MATMUL):
-            block = slice(first, first + _ROWS_PER_MATMUL)
+        for first in range(0, num_rows, ROWS_PER_MATMUL):
+            block = slice(first, first + ROWS_PER_MATMUL)
             logits = rows[block] @ projection.T
             teacher_logits = None
             if teacher_states is not None and teacher_weight is not None:

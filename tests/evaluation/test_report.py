@@ -147,7 +147,7 @@ def test_methods_without_a_cache_between_turns_are_marked():
     made = make_agent_report()
     for name in ("tables", "turns", "lengths"):
         text = VIEWS[name].render(made)
-        assert text.count("†") > 1 and "† feeds every prompt whole" in text
+        assert text.count("†") > 1 and "† reads the whole prompt again" in text
         assert not any("†" in line for line in text.splitlines() if "| dlite |" in line)
     assert lines_of(VIEWS["turns"].render(made), "2", "stock")[0][2] == "1.00x †"
     assert lines_of(VIEWS["turns"].render(made), "1", "stock")[0][2] == "1.00x"

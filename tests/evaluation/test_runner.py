@@ -95,12 +95,13 @@ def in_rounds(tokens, *lengths):
     return [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-def run(target, methods, tasks, folder, **options):
-    return evaluate(target, make_chatml_tokenizer(), methods, tasks, folder, clock=target.clock, **options)
+def run(target, methods, tasks, folder, tokenizer=None, **options):
+    tokenizer = tokenizer or make_chatml_tokenizer()
+    return evaluate(target, tokenizer, methods, tasks, folder, clock=target.clock, **options)
 
 
 def test_tau_is_emitted_tokens_over_verifications(tmp_path):
-    """Scenario 25: pooled over all rounds of all prompts, no prefill's token, the last round as it was cut."""
+    """Pooled over all rounds of all prompts, no prefill's token, the last round as it was cut."""
     answer = list(range(40, 49)) + [END]
     lengths = {
         # The last round of "a" is cut at the end of the turn, which was drafted.
@@ -133,7 +134,7 @@ def fixed_script(method, prompt, max_new_tokens):
 
 
 def test_figures_that_cannot_flatter(tmp_path, monkeypatch):
-    """Scenario 26: warm-up in no row, interleaved, other lengths flagged, slower is slower, missing is null."""
+    """Warm-up in no row, interleaved, other lengths flagged, slower is slower, missing is null."""
 
     def script(method, prompt, max_new_tokens):
         rounds = fixed_script(method, prompt, max_new_tokens)
@@ -348,6 +349,9 @@ def test_other_conditions_are_refused(tmp_path):
         r"`thinking` None, but this one has False|`chat_template_kwargs`",
         chat_template_kwargs={"enable_thinking": False},
     )
+    tokenizer = make_chatml_tokenizer()
+    tokenizer.chat_template += " "
+    refuse("`chat_template_sha256`", tokenizer=tokenizer)
     target.weight = torch.nn.Parameter(torch.ones(2))
     refuse("`target`")
     target.weight = torch.nn.Parameter(torch.zeros(2))

@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """An evaluation: every prompt under every method, one after the other; it can be killed and taken up again."""
 
+import hashlib
 import json
 import os
 import statistics
@@ -100,6 +101,7 @@ def evaluate(
         "dtype": str(target.dtype).removeprefix("torch."),
         "temperatures": list(temperatures),
         "thinking": (chat_template_kwargs or {}).get("enable_thinking"),
+        "chat_template_sha256": hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest(),
         "chat_template_kwargs": chat_template_kwargs,
         "generation": {
             "used": {str(temperature): sampling_options(temperature) for temperature in temperatures},

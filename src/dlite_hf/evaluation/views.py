@@ -66,7 +66,8 @@ _READING = (
     f"intervals of a bootstrap over sessions, where there are at least {MIN_SESSIONS}."
 )
 _NO_CACHE = (
-    "† feeds every prompt whole, while plain generation keeps its cache between turns: that is in its time end to end."
+    "† reads the whole prompt again in every turn, while plain generation keeps its cache: that is in its time end to "
+    "end."
 )
 _MORE_CACHE = (
     "‡ keeps more of its cache between turns than plain generation, whose cache cannot be cropped: that is in its "
@@ -327,7 +328,9 @@ def summary(report: Report) -> str:
 
 def card(report: Report) -> str:
     """A section of a model card: [`Report.of_drafter`] leaves what belongs into it."""
-    heading = report.conditions.get("dtype") or f"dtype {NOT_RECORDED}"
+    dtype = report.conditions.get("dtype") or f"dtype {NOT_RECORDED}"
+    tasks = list(metrics.by_task(report.rows))
+    heading = f"{dtype}: {', '.join(tasks[:4])}" + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else "")
     stated = [f"{_CONDITIONS[key]}: {_condition(report, key)}" for key in _CARD_CONDITIONS]
     stated += [
         f"K of {method['name']}: {recorded(method.get('num_draft_tokens'))}"
