@@ -203,11 +203,11 @@ def _run_settings(run: TrainingRun) -> str:
             ),
             ("learning rate", f"{run.learning_rate:g}, {run.lr_scheduler_type}"),
             (
-                "sequences a step",
+                "samples a step",
                 f"{batch} ({run.per_device_train_batch_size} a device, {run.gradient_accumulation_steps} accumulated, "
                 f"{run.num_processes} processes)",
             ),
-            ("tokens of a sequence, at most", run.max_length or NOT_RECORDED),
+            ("tokens of a sample, at most", run.max_length or NOT_RECORDED),
             ("loss", f"{loss}{warmup}; gamma {run.loss_decay:g}"),
             ("history window", run.history_window or "none"),
             ("seed", run.seed),
