@@ -18,8 +18,9 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from dlite_hf import DLiteForDrafting, speculation_statistics
+from dlite_hf.generation import sampling
 from dlite_hf.generation.candidate_generator import DLiteCandidateGenerator
-from dlite_hf.generation.decoding import speculative_sample
+from dlite_hf.generation.sampling import speculative_sample
 
 from ..replay import generate_with_statistics
 from ..targets import SIZES, make_drafter
@@ -269,6 +270,18 @@ def random_logits(num_rows, seed):
 
 def draw_from(logits):
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1).squeeze(1)
+
+
+def test_draws_follow_the_weights():
+    torch.manual_seed(0)
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 0.5, 0.0, 0.0])
+    counts = sampling.draw(weights.expand(NUM_DRAWS, -1)).bincount(minlength=V)
+    expected = NUM_DRAWS * weights / weights.sum()
+    assert counts[weights == 0].sum() == 0
+    assert ((counts - expected).abs() <= 4 * expected.sqrt()).all()
+    for useless in (torch.zeros(1, V), torch.full((1, V), float("nan")), torch.full((1, V), float("inf"))):
+        with pytest.raises(RuntimeError):
+            sampling.draw(useless)
 
 
 def test_rule_accepts_what_follows_the_target():

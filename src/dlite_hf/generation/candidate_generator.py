@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput, logging
 from ..history import DLiteHistory
 from ..modeling_dlite import DLiteForDrafting, Sampler
 from ..target import embed_tokens, gather_features
+from .sampling import draw
 
 
 logger = logging.get_logger(__name__)
@@ -143,7 +144,7 @@ class DLiteCandidateGenerator(CandidateGenerator):
             if self.do_sample:
                 # Where a processor allows nothing behind a draft, or a narrow dtype overflows, any draw is as good.
                 scores = scores.masked_fill(scores.softmax(dim=-1).isnan().any(dim=-1, keepdim=True), 0.0)
-                return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1), scores
+                return draw(scores.softmax(dim=-1)), scores
             return scores.argmax(dim=-1), scores
 
         return sampler

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from .candidate_generator import DLiteCandidateGenerator
+from .sampling import draw, speculative_sample
 from .statistics import SpeculationStatistics, running_statistics
 from .token_records import TokenRecords
 
@@ -128,7 +129,7 @@ class _Sequence:
             token_ids = scores.argmax(dim=-1)
             is_draft = draft_ids is not None and bool((token_ids == draft_ids).all())
         elif draft_ids is None:
-            token_ids, is_draft = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1), False
+            token_ids, is_draft = draw(scores.softmax(dim=-1)), False
         else:
             token_ids, accepted = speculative_sample(scores, draft_ids, draft_logits)
             is_draft = bool(accepted.all())
@@ -174,37 +175,6 @@ def _emit_verified(
         # Cropping nothing still cuts sliding layers back to their window.
         cache.crop(num_emitted - num_candidates - 1)
     return num_emitted - 1
-
-
-def speculative_sample(
-    scores: torch.Tensor, draft_ids: torch.Tensor, draft_logits: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keeps or replaces drafted tokens so that the result follows softmax(scores) (Leviathan et al. 2023).
-
-    Args:
-        scores: the target's processed logits `[N, V]`.
-        draft_ids: the drafted tokens `[N]`.
-        draft_logits: the processed logits `[N, V]` that they were drawn from; `None` for a draft that was not drawn,
-            which is a point mass.
-
-    Returns:
-        The tokens `[N]`, and whether each is the drafted one by acceptance `[N]`.
-    """
-    target_probs = scores.softmax(dim=-1)
-    if draft_logits is None:
-        draft_probs = torch.zeros_like(target_probs).scatter_(-1, draft_ids[:, None], 1.0)
-    else:
-        draft_probs = draft_logits.float().softmax(dim=-1)
-    target_prob = target_probs.gather(-1, draft_ids[:, None])
-    draft_prob = draft_probs.gather(-1, draft_ids[:, None])
-    accepted = (torch.rand_like(target_prob) * draft_prob < target_prob).squeeze(-1)
-    if accepted.all():
-        return draft_ids, accepted
-    residual = (target_probs - draft_probs).clamp_min_(0)
-    # Two equal distributions leave no residual but for rounding; the target's own is then the limit.
-    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, target_probs)
-    replacements = torch.multinomial(residual, num_samples=1).squeeze(-1)
-    return torch.where(accepted, draft_ids, replacements), accepted
 
 
 def _check_croppable(cache: Cache, is_prefilled: bool = True) -> None:
