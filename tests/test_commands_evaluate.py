@@ -73,15 +73,15 @@ def test_many_sequences_at_once(folder, tmp_path, capsys):
 
 
 def test_plain_generation_is_as_fast_there_as_in_the_report(folder, tmp_path, monkeypatch):
-    """As on CUDA, where it may use a static cache."""
+    """It may have a static cache."""
     settings = {"cache_implementation": "static", "max_cache_len": 64}
 
-    def choose(self, prompt_ids):
-        plain = next(method for method in self.progress.methods if method.kind == "plain")
-        self.progress.choose_plain(replace(plain, settings=settings))
+    def choose(self):
+        plain, *others = self.progress.methods
+        return [replace(plain, settings=settings), *others]
 
     seen = []
-    monkeypatch.setattr("dlite_hf.evaluation.runner._Run._choose_plain_cache", choose)
+    monkeypatch.setattr("dlite_hf.evaluation.runner._Run._with_faster_caches", choose)
     monkeypatch.setattr(
         command, "measure_concurrency", lambda target, prompts, methods, **options: seen.extend(methods)
     )

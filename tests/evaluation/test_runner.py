@@ -26,6 +26,7 @@ from ..targets import make_chatml_tokenizer, make_drafter, make_target
 
 FIRST_SECONDS, PLAIN_SECONDS = 2.0, 0.5  # of a call's first forward, and of each after it
 END = 1  # of a turn, for `make_chatml_tokenizer`
+TIMED = 24  # calls that choose caches: two methods, two kinds of cache, three prompts twice
 
 
 class Killed(BaseException):
@@ -143,7 +144,8 @@ def test_figures_that_cannot_flatter(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "compare", lambda *arguments: {"first_difference": 2})
     target = ScriptedTarget(script)
     result = run(target, [PLAIN, DLITE, STOCK], [make_task("a", "b", "c", "d")], tmp_path)
-    warm_up, calls = target.calls[:3], [call[0] for call in target.calls[3:]]
+    assert [call[0] for call in target.calls[:TIMED]] == ["plain"] * 12 + ["dlite"] * 12
+    warm_up, calls = target.calls[TIMED : TIMED + 3], [call[0] for call in target.calls[TIMED + 3 :]]
     assert {(name, limit) for name, _, limit in warm_up} == {(name, 32) for name in ("plain", "dlite", "stock")}
     orders = [["plain", "dlite", "stock"], ["dlite", "stock", "plain"], ["stock", "plain", "dlite"]]
     assert [row["order"] for row in result["rows"]] == [*orders, orders[0]]
@@ -279,7 +281,7 @@ def test_a_real_target_killed_within_a_session(tmp_path, monkeypatch):
 
     def kill_at_the_second_turn(*arguments, **options):
         calls.append(1)
-        if len(calls) == 8:  # three calls warm up, three are the first turn's
+        if len(calls) == TIMED + 8:  # three calls warm up, three are the first turn's
             raise Killed
         return generate(*arguments, **options)
 
@@ -291,43 +293,72 @@ def test_a_real_target_killed_within_a_session(tmp_path, monkeypatch):
         else:
             resumed = evaluate(target, tokenizer, methods, [task], tmp_path / "killed", max_new_tokens=8)
     assert counts_of(resumed) == counts_of(whole)
+    del target._previous_max_cache_length  # of a static cache, by Transformers
     assert vars(target) == before
 
 
-@pytest.mark.parametrize(("static_seconds", "chosen"), [(1.0, "static"), (3.0, "dynamic")])
-def test_plain_generation_has_the_faster_cache_on_cuda(tmp_path, monkeypatch, static_seconds, chosen):
-    target, calls = ScriptedTarget(fixed_script), []
-    monkeypatch.setattr(runner, "hardware", lambda device: "a GPU")
-    measure = runner.measure
+@pytest.fixture
+def timed(monkeypatch):
+    """`timed(target, device, seconds)`: calls of `measure`, which take as long as `seconds(method)` says."""
+    monkeypatch.setattr(runner, "hardware", lambda device: "a machine")
+    measure, calls = runner.measure, []
 
-    def measure_on_cuda(target, method, prompt_ids, **options):
-        calls.append(method.settings)
-        target.device = torch.device("cpu")
-        settings = {} if method.kind == "plain" else method.settings
-        measurement, output = measure(target, replace(method, settings=settings), prompt_ids, **options)
-        target.device = torch.device("cuda")
-        return replace(measurement, seconds=static_seconds if "max_cache_len" in method.settings else 2.0), output
+    def patch(target, device, seconds):
+        def measure_on_device(target, method, prompt_ids, **options):
+            calls.append((method.name, method.settings))
+            target.device = torch.device("cpu")
+            measurement, output = measure(target, replace(method, settings={}), prompt_ids, **options)
+            target.device = torch.device(device)
+            return replace(measurement, seconds=seconds(method)), output
 
-    monkeypatch.setattr(runner, "measure", measure_on_cuda)
-    target.device = torch.device("cuda")
+        monkeypatch.setattr(runner, "measure", measure_on_device)
+        target.device = torch.device(device)
+        return calls
+
+    return patch
+
+
+def length_of(*texts):
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=False)]
+    return len(make_chatml_tokenizer().apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+
+
+@pytest.mark.parametrize(("static_seconds", "chosen"), [(7.0, "static"), (9.0, "dynamic")])
+def test_plain_generation_has_the_faster_cache_on_cuda(tmp_path, timed, static_seconds, chosen):
+    target = ScriptedTarget(fixed_script)
+    calls = timed(target, "cuda", lambda method: static_seconds if "max_cache_len" in method.settings else 8.0)
     # The longest prompt that can fit: one is too long, and an answer before the last one may have 10 tokens.
     tasks = [make_task("a", "a" * 200, ["b", "c"])]
     options = {"max_new_tokens": 10, "max_prompt_tokens": 100}
     result = run(target, [PLAIN, DLITE], tasks, tmp_path, **options)
-    messages = [{"role": role, "content": text} for role, text in (("user", "b"), ("assistant", ""), ("user", "c"))]
-    longest = make_chatml_tokenizer().apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    static = {"cache_implementation": "static", "max_cache_len": len(longest) + 10 + 10}
-    assert calls[:9] == [{}] * 4 + [static] * 4 + [static if chosen == "static" else {}]
-    (plain, _) = result["methods"]
-    assert plain["settings"] == (static if chosen == "static" else {})
-    assert plain["note"] == (
-        f"10 tokens took 2.000 s with a dynamic cache, {static_seconds:.3f} s with a static one and a compiled "
-        f"forward, median of 3; the {chosen} one is used."
+    static = {"cache_implementation": "static", "max_cache_len": length_of("b", "", "c") + 10 + 10}
+    settings = static if chosen == "static" else {}
+    assert calls[:13] == [("plain", {})] * 6 + [("plain", static)] * 6 + [("plain", settings)]
+    (plain, drafter) = result["methods"]
+    assert (plain["settings"], drafter["settings"]) == (settings, DLITE.settings)
+    lengths = f"{length_of('a')}, {length_of('a')}, {length_of('b', '', 'c') + 10}"
+    assert plain["note"] == (  # without the first token of each, at 2 s
+        f"10 tokens behind each of {lengths} took 18.000 s with a dynamic cache, {3 * static_seconds - 6:.3f} s with "
+        f"a static one and a compiled forward; the {chosen} one is used."
     )
     # Another call keeps the choice, and times nothing.
     del calls[:]
     again = run(target, [PLAIN, DLITE], tasks, tmp_path, **options)
     assert not calls and again["methods"] == result["methods"]
+
+
+def test_on_a_cpu_a_drafter_has_the_faster_cache_too(tmp_path, timed):
+    target = ScriptedTarget(fixed_script)
+    seconds = {("plain", True): 1.0, ("dlite", True): 3.0}
+    calls = timed(target, "cpu", lambda method: seconds.get((method.name, "max_cache_len" in method.settings), 2.0))
+    result = run(target, [PLAIN, DLITE, STOCK], [make_task("a", ["b", "c"])], tmp_path, max_new_tokens=10)
+    settings = {method["name"]: method["settings"] for method in result["methods"]}
+    static = {"cache_implementation": "static"}
+    assert settings == {"plain": static, "dlite": DLITE.settings, "stock": STOCK.settings}
+    # A session's own length, whatever other sessions need.
+    lengths = [settings["max_cache_len"] for name, settings in calls[TIMED + 3 :] if name == "plain"]
+    whole = length_of("b", "", "c") + 10 + 10
+    assert lengths == [length_of("a") + 10, whole, whole]
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path):

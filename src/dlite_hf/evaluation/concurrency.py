@@ -20,7 +20,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from .markdown import make_table
-from .measuring import Clock, use_generation_config
+from .measuring import Clock, time_when_idle, use_generation_config
 from .methods import PLAIN, Method, neutral_generation_config
 
 
@@ -190,14 +190,14 @@ def _generate(
         use_generation_config(target, config),
         use_generation_config(method.assistant, getattr(method.assistant, "generation_config", None)),
     ):
-        started = _time_when_idle(target.device, clock)
+        started = time_when_idle(target.device, clock)
         sequences = target.generate(
             **inputs,
             **method.generate_kwargs(),
             do_sample=False,
             max_new_tokens=max_new_tokens,
         )
-        seconds = _time_when_idle(target.device, clock) - started
+        seconds = time_when_idle(target.device, clock) - started
     if sequences.shape != (len(prompts), length + max_new_tokens):
         raise ValueError(
             f"{method.name!r} returned sequences {list(sequences.shape)} for {len(prompts)} prompts of {length} "
@@ -233,9 +233,9 @@ def _generate_continuously(
             generation_config=config, continuous_batching_config=settings
         ) as manager:
             _serve(manager, prompts, 1)  # its thread makes the cache with the first forward
-            started = _time_when_idle(target.device, clock)
+            started = time_when_idle(target.device, clock)
             _serve(manager, prompts, max_new_tokens)
-            return _time_when_idle(target.device, clock) - started
+            return time_when_idle(target.device, clock) - started
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # which models, attentions and devices it serves is documented nowhere
@@ -254,12 +254,6 @@ def _serve(manager: Any, prompts: list[list[int]], max_new_tokens: int) -> None:
             if result.error is not None or len(result.generated_tokens) != max_new_tokens:
                 raise RuntimeError(result.error or f"an answer has {len(result.generated_tokens)} tokens")
             num_finished += 1
-
-
-def _time_when_idle(device: torch.device, clock: Clock) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return clock()
 
 
 __all__ = ["BATCH_SIZES", "CONTINUOUS_BATCHING", "concurrency_table", "measure_concurrency"]

@@ -99,7 +99,7 @@ def measure(
     prompt_ids = prompt_ids.to(target.device)
     options = {**method.generate_kwargs(), **sampling_options(temperature), "max_new_tokens": max_new_tokens}
     if cache is not None:
-        options = {name: value for name, value in options.items() if name not in _CACHE_SETTINGS} | {"cache": cache}
+        options = {name: value for name, value in options.items() if name not in CACHE_SETTINGS} | {"cache": cache}
     stopwatch = _Stopwatch(clock, target.device)
     if temperature > 0:
         torch.manual_seed(seed)
@@ -144,7 +144,14 @@ def measure(
 
 
 # How `generate` would make a cache, which it must not where it is given one.
-_CACHE_SETTINGS = ("cache_implementation", "max_cache_len")
+CACHE_SETTINGS = ("cache_implementation", "max_cache_len")
+
+
+def time_when_idle(device: torch.device, clock: Clock) -> float:
+    """Seconds by the clock, once the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return clock()
 
 
 class _Stopwatch(BaseStreamer):
@@ -159,9 +166,7 @@ class _Stopwatch(BaseStreamer):
 
     def time(self) -> float:
         """Seconds, once the device is idle."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return self._clock()
+        return time_when_idle(self._device, self._clock)
 
     def put(self, value: torch.Tensor) -> None:
         if not self._has_prompt:
@@ -211,4 +216,12 @@ def use_generation_config(model: PreTrainedModel | None, config: GenerationConfi
         model.generation_config = before
 
 
-__all__ = ["Clock", "Measurement", "measure", "sampling_options", "use_generation_config"]
+__all__ = [
+    "CACHE_SETTINGS",
+    "Clock",
+    "Measurement",
+    "measure",
+    "sampling_options",
+    "time_when_idle",
+    "use_generation_config",
+]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..json_lines import read_json_lines
-from .methods import PLAIN, Method
+from .measuring import CACHE_SETTINGS
+from .methods import Method
 
 
 ROWS_FILE, SESSIONS_FILE, CONDITIONS_FILE = "rows.jsonl", "sessions.jsonl", "conditions.json"
@@ -26,7 +27,7 @@ class Progress:
         folder: where `conditions.json`, `rows.jsonl` and `sessions.jsonl` are.
         conditions: what another call must have in common with this one to go on.
         methods: those that are compared.
-        has_chosen: whether it is settled which cache plain generation uses.
+        has_chosen: whether it is settled which caches the methods use.
         rows: those of finished sessions and of the running one.
         skipped: how many turns of a finished session did not fit, by its task, id and temperature.
         finished_at: when the last row was measured.
@@ -60,8 +61,8 @@ class Progress:
 
     def _resume(self, stored: dict[str, Any]) -> None:
         if stored["has_chosen"]:
-            chosen = next(each for each in stored["methods"] if each["kind"] == PLAIN)
-            self._set_plain(chosen["settings"], chosen["note"])
+            chosen = {each["name"]: each for each in stored["methods"]}
+            self.methods = [_with_cache_of(each, chosen.get(each.name)) for each in self.methods]
         begun = {**stored["conditions"], "methods": stored["methods"]}
         self.conditions["started_at"] = begun["started_at"]
         now = {**self.conditions, "methods": json.loads(json.dumps(self.describe_methods()))}
@@ -99,16 +100,10 @@ class Progress:
         """The methods as JSON."""
         return [method.describe() for method in self.methods]
 
-    def choose_plain(self, plain: Method) -> None:
-        """Settles how plain generation runs, for this call and for those that go on with it."""
-        self._set_plain(plain.settings, plain.note)
-        self.has_chosen = True
+    def choose(self, methods: list[Method]) -> None:
+        """Settles with which caches the methods run, for this call and for those that go on with it."""
+        self.methods, self.has_chosen = methods, True
         self._write_conditions()
-
-    def _set_plain(self, settings: dict[str, Any], note: str | None) -> None:
-        self.methods = [
-            replace(each, settings=settings, note=note) if each.kind == PLAIN else each for each in self.methods
-        ]
 
     def _write_conditions(self) -> None:
         state = {
@@ -145,6 +140,14 @@ class Progress:
             self._write_conditions()
         conditions = {**self.conditions, "skipped_turns": dict(skipped), "finished_at": self.finished_at}
         return {"conditions": conditions, "methods": self.describe_methods(), "rows": self.rows}
+
+
+def _with_cache_of(method: Method, chosen: dict[str, Any] | None) -> Method:
+    """The method with the cache that an earlier call chose for it."""
+    if chosen is None:
+        return method
+    cache = {name: value for name, value in chosen["settings"].items() if name in CACHE_SETTINGS}
+    return replace(method, settings={**method.settings, **cache}, note=chosen["note"])
 
 
 def _key(record: dict[str, Any]) -> Key:

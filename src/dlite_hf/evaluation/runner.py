@@ -4,7 +4,6 @@
 import hashlib
 import json
 import os
-import statistics
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,10 @@ from transformers.utils import logging
 
 from ..folder_lock import alone_in
 from ..training_record import hardware, versions, without_folders
+from .cache_choice import with_faster_cache
 from .checks import check_assistants, check_evaluation, prompt_room
 from .divergence import compare
-from .measuring import Clock, measure, sampling_options
+from .measuring import Clock, Measurement, measure, sampling_options
 from .methods import PLAIN, Method, ignored_settings, weights_sha256
 from .progress import Progress
 from .sessions import PrefixCache, Session, Turn, make_sessions, render_prompt
@@ -28,7 +28,7 @@ from .tasks import Task
 
 
 WARM_UP_TOKENS = 32
-CHOICE_TOKENS, CHOICE_REPEATS = 128, 3
+CHOICE_TOKENS = 128
 
 
 def evaluate(
@@ -55,8 +55,8 @@ def evaluate(
     and `sessions.jsonl` one for every finished session: a call that was killed goes on with the session that it was
     in, from that session's start, so that its caches and answers are those of a call that was not.
 
-    On CUDA plain generation uses a static cache, with which Transformers compiles the forward, where that is faster;
-    this is timed once.
+    Plain generation uses a static cache where that is faster, which is timed once, and so does a DLite drafter; but
+    not on CUDA, where Transformers compiles the forward for it.
 
     Args:
         target: the target, in evaluation mode.
@@ -161,6 +161,13 @@ def _render(
         ) from error
 
 
+def _sized(method: Method, cache_length: int) -> Method:
+    """The method, its static cache as long as its session needs it."""
+    if "cache_implementation" not in method.settings or "max_cache_len" in method.settings:
+        return method
+    return replace(method, settings={**method.settings, "max_cache_len": cache_length})
+
+
 @dataclass
 class _Run:
     """One process's part of an evaluation."""
@@ -180,11 +187,11 @@ class _Run:
         """Every turn of a session that fits, under all methods."""
         caches = {method.name: PrefixCache() for method in self.progress.methods if method.keeps_cache}
         answers: list[str] = []
-        num_rows = 0
+        num_rows, cache_length = 0, self._cache_length(session)
         for turn, prompt_ids in self._prompts(session, answers):
             if not self.is_warm:
                 self._warm_up(prompt_ids, temperature)
-            row, plain = self._run_turn(session, turn, prompt_ids, temperature, caches)
+            row, plain = self._run_turn(session, turn, prompt_ids, temperature, caches, cache_length)
             self.progress.add_row(row)
             answers.append(self.tokenizer.decode(plain, skip_special_tokens=True))
             num_rows += 1
@@ -206,6 +213,7 @@ class _Run:
         prompt_ids: torch.Tensor,
         temperature: float,
         caches: dict[str, PrefixCache],
+        cache_length: int,
     ) -> tuple[dict[str, Any], list[int]]:
         """The row of a turn, and plain generation's answer."""
         methods = self.progress.methods
@@ -214,6 +222,7 @@ class _Run:
         order = [*methods[shift:], *methods[:shift]]
         measurements, tokens = {}, {}
         for method in order:
+            method = _sized(method, cache_length)
             kept = caches.get(method.name)
             cache, cached_tokens = kept.prepare(prompt_ids, self.max_new_tokens) if kept is not None else (None, 0)
             measurement, output = measure(
@@ -259,44 +268,59 @@ class _Run:
 
     def _warm_up(self, prompt_ids: torch.Tensor, temperature: float) -> None:
         if not self.progress.has_chosen:
-            self._choose_plain_cache(prompt_ids)
+            self.progress.choose(self._with_faster_caches())
         for method in self.progress.methods:
-            self._timed(method, prompt_ids, temperature, min(WARM_UP_TOKENS, self.max_new_tokens))
+            self._run_unrecorded(method, prompt_ids, temperature, min(WARM_UP_TOKENS, self.max_new_tokens))
         self.is_warm = True
 
-    def _choose_plain_cache(self, prompt_ids: torch.Tensor) -> None:
-        """Lets plain generation have the faster cache; only on CUDA does Transformers compile for a static one."""
-        plain = next(method for method in self.progress.methods if method.kind == PLAIN)
-        if self.target.device.type == "cuda" and not plain.settings:
-            length = self._longest_prompt() + self.max_new_tokens  # of one size, so that it compiles once
-            static = replace(plain, settings={"cache_implementation": "static", "max_cache_len": length})
-            num_tokens, seconds = min(CHOICE_TOKENS, self.max_new_tokens), []
-            for each in (plain, static):
-                _, *times = (self._timed(each, prompt_ids, 0.0, num_tokens) for _ in range(1 + CHOICE_REPEATS))
-                seconds.append(statistics.median(times))  # without the first, which compiles
-            name, plain = ("static", static) if seconds[1] < seconds[0] else ("dynamic", plain)
-            dynamic, compiled = (f"{each:.3f} s" for each in seconds)
-            note = (
-                f"{num_tokens} tokens took {dynamic} with a dynamic cache, {compiled} with a static one and a "
-                f"compiled forward, median of {CHOICE_REPEATS}; the {name} one is used."
+    def _with_faster_caches(self) -> list[Method]:
+        """The methods with the faster kind of cache, timed behind prompts of the quartiles' lengths."""
+        prompts = sorted(
+            (length, number, turn.index)
+            for number, session in enumerate(self.sessions)
+            for turn, length in self._turns_that_fit(session)
+        )
+        compiles, num_tokens = self.target.device.type == "cuda", min(CHOICE_TOKENS, self.max_new_tokens)
+        timed = [prompts[len(prompts) * quarter // 4] for quarter in (1, 2, 3)]
+
+        def seconds_of(method: Method) -> float:
+            return sum(self._decoding_seconds(method, number, turn, num_tokens) for _, number, turn in timed)
+
+        return [
+            with_faster_cache(
+                method,
+                seconds_of,
+                compiles=compiles,
+                # Of one size, so that it compiles once.
+                max_cache_len=max(map(self._cache_length, self.sessions)) if compiles else None,
+                what=f"{num_tokens} tokens behind each of {', '.join(f'{length:,}' for length, *_ in timed)}",
             )
-            plain = replace(plain, note=note)
-        self.progress.choose_plain(plain)
+            for method in self.progress.methods
+        ]
 
-    def _longest_prompt(self) -> int:
-        """The most tokens that a prompt of these sessions can have, if earlier answers are as long as they may be."""
-        longest = 0
-        for session in self.sessions:
-            for turn in session.turns:
-                answers = [""] * turn.index
-                length = _render(self.tokenizer, session, turn, answers, self.chat_template_kwargs).shape[1]
-                if length <= self.room:
-                    earlier = turn.index * self.max_new_tokens if turn.is_live else 0
-                    longest = max(longest, min(length + earlier, self.room))
-        return longest
+    def _decoding_seconds(self, method: Method, number: int, turn: int, num_tokens: int) -> float:
+        session = self.sessions[number]
+        prompt_ids = _render(self.tokenizer, session, session.turns[turn], [""] * turn, self.chat_template_kwargs)
+        measurement = self._run_unrecorded(_sized(method, self._cache_length(session)), prompt_ids, 0.0, num_tokens)
+        return measurement.seconds - measurement.first_token_seconds
 
-    def _timed(self, method: Method, prompt_ids: torch.Tensor, temperature: float, num_tokens: int) -> float:
-        measurement, _ = measure(
+    def _turns_that_fit(self, session: Session) -> Iterator[tuple[Turn, int]]:
+        """With how long the prompt can be, if earlier answers are as long as they may be."""
+        for turn in session.turns:
+            answers = [""] * turn.index
+            length = _render(self.tokenizer, session, turn, answers, self.chat_template_kwargs).shape[1]
+            if length <= self.room:
+                earlier = turn.index * self.max_new_tokens if turn.is_live else 0
+                yield turn, min(length + earlier, self.room)
+
+    def _cache_length(self, session: Session) -> int:
+        """Tokens that a cache of the whole session holds."""
+        return max((length for _, length in self._turns_that_fit(session)), default=0) + self.max_new_tokens
+
+    def _run_unrecorded(
+        self, method: Method, prompt_ids: torch.Tensor, temperature: float, num_tokens: int
+    ) -> Measurement:
+        return measure(
             self.target,
             method,
             prompt_ids,
@@ -304,8 +328,7 @@ class _Run:
             temperature=temperature,
             seed=self.seed,
             clock=self.clock,
-        )
-        return measurement.seconds
+        )[0]
 
 
 __all__ = ["evaluate"]
