@@ -213,6 +213,15 @@ def test_a_static_cache_and_a_kept_one(target):
     assert given.sequences[0, 20:].tolist() == plain_answer(target, max_new_tokens=10)
 
 
+def test_a_static_cache_is_as_long_as_it_is_said(target):
+    """`generate` makes none shorter than any before it."""
+    for length in (90, 50):
+        method = Method("plain", "plain", {"cache_implementation": "static", "max_cache_len": length})
+        _, output = measure(target, method, make_inputs(target, 20)["input_ids"], max_new_tokens=LENGTH)
+        assert output.cache.get_max_length() == length
+        assert output.sequences[0, 20:].tolist() == plain_answer(target)
+
+
 def test_a_stream_that_is_not_the_answer(target, monkeypatch):
     original = target.generate
     monkeypatch.setattr(target, "generate", lambda streamer, **options: original(**options))

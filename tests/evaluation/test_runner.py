@@ -13,7 +13,7 @@ from filelock import FileLock
 from transformers import GenerationConfig, LlamaConfig
 
 from dlite_hf import evaluation
-from dlite_hf.evaluation import metrics, runner
+from dlite_hf.evaluation import conditions, metrics, runner
 from dlite_hf.evaluation.methods import Method, make_methods
 from dlite_hf.evaluation.report import Report
 from dlite_hf.evaluation.runner import evaluate
@@ -293,22 +293,22 @@ def test_a_real_target_killed_within_a_session(tmp_path, monkeypatch):
         else:
             resumed = evaluate(target, tokenizer, methods, [task], tmp_path / "killed", max_new_tokens=8)
     assert counts_of(resumed) == counts_of(whole)
-    del target._previous_max_cache_length  # of a static cache, by Transformers
     assert vars(target) == before
 
 
 @pytest.fixture
 def timed(monkeypatch):
     """`timed(target, device, seconds)`: calls of `measure`, which take as long as `seconds(method)` says."""
-    monkeypatch.setattr(runner, "hardware", lambda device: "a machine")
+    monkeypatch.setattr(conditions, "hardware", lambda device: "a machine")
     measure, calls = runner.measure, []
 
-    def patch(target, device, seconds):
+    def patch(target, device, seconds, is_croppable=True):
         def measure_on_device(target, method, prompt_ids, **options):
             calls.append((method.name, method.settings))
             target.device = torch.device("cpu")
             measurement, output = measure(target, replace(method, settings={}), prompt_ids, **options)
             target.device = torch.device(device)
+            vars(output.cache).update(is_croppable=is_croppable, layers=[], crop=lambda number: None)
             return replace(measurement, seconds=seconds(method)), output
 
         monkeypatch.setattr(runner, "measure", measure_on_device)
@@ -359,6 +359,22 @@ def test_on_a_cpu_a_drafter_has_the_faster_cache_too(tmp_path, timed):
     lengths = [settings["max_cache_len"] for name, settings in calls[TIMED + 3 :] if name == "plain"]
     whole = length_of("b", "", "c") + 10 + 10
     assert lengths == [length_of("a") + 10, whole, whole]
+
+
+def test_a_static_cache_that_does_not_serve_is_not_used(tmp_path, timed):
+    def seconds(method):
+        if "max_cache_len" in method.settings and method.name == "dlite":
+            raise ValueError("no static cache")
+        return 1.0 if "max_cache_len" in method.settings else 2.0
+
+    target = ScriptedTarget(fixed_script)
+    timed(target, "cpu", seconds, is_croppable=False)
+    result = run(target, [PLAIN, DLITE], [make_task(["b", "c"])], tmp_path)
+    assert [method["settings"] for method in result["methods"]] == [{}, DLITE.settings]
+    assert [method["note"] for method in result["methods"]] == [
+        "A static cache does not serve: it cannot be kept from turn to turn.",
+        "A static cache does not serve: no static cache",
+    ]
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path):

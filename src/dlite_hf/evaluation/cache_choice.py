@@ -18,7 +18,7 @@ def with_faster_cache(
 
     Args:
         method: the method.
-        time: runs a method, and returns the seconds of its decoding.
+        time: runs a method, and returns the seconds of its decoding; or a ValueError where it cannot run.
         compiles: whether Transformers compiles the forward for a static cache, which it would do anew for every length
             of a draft: a drafter is not timed then.
         max_cache_len: the static cache's, where it is to be of one size.
@@ -31,14 +31,23 @@ def with_faster_cache(
     static = replace(method, settings={**method.settings, "cache_implementation": "static", **size})
     seconds = []
     for each in (method, static):
-        time(each)  # which may compile
-        seconds.append(time(each))
+        try:
+            time(each)  # which may compile
+            seconds.append(time(each))
+        except ValueError as error:
+            if each is method:
+                raise
+            return replace(method, note=_joined(method.note, f"A static cache does not serve: {error}"))
     name, chosen = ("static", static) if seconds[1] < seconds[0] else ("dynamic", method)
     note = (
         f"{what} took {seconds[0]:.3f} s with a dynamic cache, {seconds[1]:.3f} s with a static one"
         f"{' and a compiled forward' if compiles else ''}; the {name} one is used."
     )
-    return replace(chosen, note=" ".join(filter(None, [method.note, note])))
+    return replace(chosen, note=_joined(method.note, note))
+
+
+def _joined(*sentences: str | None) -> str:
+    return " ".join(filter(None, sentences))
 
 
 __all__ = ["with_faster_cache"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -98,6 +98,10 @@ def measure(
     """
     prompt_ids = prompt_ids.to(target.device)
     options = {**method.generate_kwargs(), **sampling_options(temperature), "max_new_tokens": max_new_tokens}
+    if cache is None and {*CACHE_SETTINGS} <= options.keys() and options["cache_implementation"] == "static":
+        # `generate` would make none shorter than any before it.
+        config = target.config.get_text_config(decoder=True)
+        cache = StaticCache(config=config, max_cache_len=options["max_cache_len"])
     if cache is not None:
         options = {name: value for name, value in options.items() if name not in CACHE_SETTINGS} | {"cache": cache}
     stopwatch = _Stopwatch(clock, target.device)

@@ -1,7 +1,6 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """An evaluation: every prompt under every method, one after the other; it can be killed and taken up again."""
 
-import hashlib
 import json
 import os
 import time
@@ -12,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..folder_lock import alone_in
-from ..training_record import hardware, versions, without_folders
 from .cache_choice import with_faster_cache
 from .checks import check_assistants, check_evaluation, prompt_room
+from .conditions import describe_conditions
 from .divergence import compare
-from .measuring import Clock, Measurement, measure, sampling_options
-from .methods import PLAIN, Method, ignored_settings, weights_sha256
+from .measuring import Clock, Measurement, measure
+from .methods import PLAIN, Method
 from .progress import Progress
 from .sessions import PrefixCache, Session, Turn, make_sessions, render_prompt
 from .tasks import Task
@@ -86,38 +85,19 @@ def evaluate(
         target, methods, tasks, temperatures, {"max_new_tokens": max_new_tokens, "num_prompts": num_prompts}
     )
     tasks = [replace(task, records=task.records[:num_prompts]) for task in tasks]
-    conditions = {
-        "target": {
-            "name": without_folders(target_name or target.config.name_or_path),
-            "parameters": target.num_parameters(),
-            "sha256": weights_sha256(target),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "quantization": target_quantization or _quantization(target),
-        },
-        "machine": hardware(target.device),
-        "device": str(target.device),
-        "threads": torch.get_num_threads(),
-        **{name: version for name, version in versions().items() if name in ("torch", "transformers", "dlite_hf")},
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "temperatures": list(temperatures),
-        "thinking": (chat_template_kwargs or {}).get("enable_thinking"),
-        "chat_template_sha256": hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest(),
-        "chat_template_kwargs": chat_template_kwargs,
-        "generation": {
-            "used": {str(temperature): sampling_options(temperature) for temperature in temperatures},
-            "eos_token_id": target.generation_config.eos_token_id,
-            "ignored": ignored_settings(target.generation_config),  # what the target's own configuration says
-        },
-        "max_new_tokens": max_new_tokens,
-        "max_prompt_tokens": max_prompt_tokens,
-        "num_prompts": num_prompts,
-        "seed": seed,
-        "tasks": [
-            {name: getattr(task, name) for name in ("name", "category", "source", "revision", "file", "sha256")}
-            | {"records": len(task.records)}
-            for task in tasks
-        ],
-    }
+    conditions = describe_conditions(
+        target,
+        tokenizer,
+        tasks,
+        target_name=target_name,
+        target_quantization=target_quantization,
+        temperatures=temperatures,
+        chat_template_kwargs=chat_template_kwargs,
+        max_new_tokens=max_new_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        num_prompts=num_prompts,
+        seed=seed,
+    )
     room = prompt_room(target, max_new_tokens, max_prompt_tokens)
     sessions = [session for task in tasks for session in make_sessions(task)]
     check_assistants(methods, room, max_new_tokens)
@@ -137,11 +117,6 @@ def evaluate(
         if not progress.rows:
             raise ValueError(f"No prompt has at most {room} tokens; give shorter ones, or raise `max_prompt_tokens`.")
         return progress.finish()
-
-
-def _quantization(target: PreTrainedModel) -> str | None:
-    method = getattr(target, "quantization_method", None)
-    return None if method is None else str(getattr(method, "value", method))
 
 
 def _render(
@@ -301,7 +276,10 @@ class _Run:
     def _decoding_seconds(self, method: Method, number: int, turn: int, num_tokens: int) -> float:
         session = self.sessions[number]
         prompt_ids = _render(self.tokenizer, session, session.turns[turn], [""] * turn, self.chat_template_kwargs)
-        measurement = self._run_unrecorded(_sized(method, self._cache_length(session)), prompt_ids, 0.0, num_tokens)
+        method = _sized(method, self._cache_length(session))
+        measurement, cache = self._run_unrecorded(method, prompt_ids, 0.0, num_tokens)
+        if "cache_implementation" in method.settings and len(session.turns) > 1 and not cache.is_croppable:
+            raise ValueError("it cannot be kept from turn to turn.")
         return measurement.seconds - measurement.first_token_seconds
 
     def _turns_that_fit(self, session: Session) -> Iterator[tuple[Turn, int]]:
@@ -319,8 +297,8 @@ class _Run:
 
     def _run_unrecorded(
         self, method: Method, prompt_ids: torch.Tensor, temperature: float, num_tokens: int
-    ) -> Measurement:
-        return measure(
+    ) -> tuple[Measurement, Cache]:
+        measurement, output = measure(
             self.target,
             method,
             prompt_ids,
@@ -328,7 +306,8 @@ class _Run:
             temperature=temperature,
             seed=self.seed,
             clock=self.clock,
-        )[0]
+        )
+        return measurement, output.cache
 
 
 __all__ = ["evaluate"]
