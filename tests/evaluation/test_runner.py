@@ -26,7 +26,7 @@ from ..targets import make_chatml_tokenizer, make_drafter, make_target
 
 FIRST_SECONDS, PLAIN_SECONDS = 2.0, 0.5  # of a call's first forward, and of each after it
 END = 1  # of a turn, for `make_chatml_tokenizer`
-TIMED = 24  # calls that choose caches: two methods, two kinds of cache, three prompts twice
+TIMED = 32  # calls that choose caches: two methods, two kinds of cache, four prompts twice
 
 
 class Killed(BaseException):
@@ -144,7 +144,7 @@ def test_figures_that_cannot_flatter(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "compare", lambda *arguments: {"first_difference": 2})
     target = ScriptedTarget(script)
     result = run(target, [PLAIN, DLITE, STOCK], [make_task("a", "b", "c", "d")], tmp_path)
-    assert [call[0] for call in target.calls[:TIMED]] == ["plain"] * 12 + ["dlite"] * 12
+    assert [call[0] for call in target.calls[:TIMED]] == ["plain"] * 16 + ["dlite"] * 16
     warm_up, calls = target.calls[TIMED : TIMED + 3], [call[0] for call in target.calls[TIMED + 3 :]]
     assert {(name, limit) for name, _, limit in warm_up} == {(name, 32) for name in ("plain", "dlite", "stock")}
     orders = [["plain", "dlite", "stock"], ["dlite", "stock", "plain"], ["stock", "plain", "dlite"]]
@@ -333,12 +333,12 @@ def test_plain_generation_has_the_faster_cache_on_cuda(tmp_path, timed, static_s
     result = run(target, [PLAIN, DLITE], tasks, tmp_path, **options)
     static = {"cache_implementation": "static", "max_cache_len": length_of("b", "", "c") + 10 + 10}
     settings = static if chosen == "static" else {}
-    assert calls[:13] == [("plain", {})] * 6 + [("plain", static)] * 6 + [("plain", settings)]
+    assert calls[:17] == 2 * ([("plain", {})] * 4 + [("plain", static)] * 4) + [("plain", settings)]
     (plain, drafter) = result["methods"]
     assert (plain["settings"], drafter["settings"]) == (settings, DLITE.settings)
-    lengths = f"{length_of('a')}, {length_of('a')}, {length_of('b', '', 'c') + 10}"
+    lengths = f"{length_of('a')}, {length_of('a')}, {length_of('a')}, {length_of('b', '', 'c') + 10}"
     assert plain["note"] == (  # without the first token of each, at 2 s
-        f"10 tokens behind each of {lengths} took 18.000 s with a dynamic cache, {3 * static_seconds - 6:.3f} s with "
+        f"10 tokens behind each of {lengths} took 24.000 s with a dynamic cache, {4 * static_seconds - 8:.3f} s with "
         f"a static one and a compiled forward; the {chosen} one is used."
     )
     # Another call keeps the choice, and times nothing.
