@@ -160,7 +160,7 @@ def test_does_not_depend_on_the_chunks(monkeypatch, rows_per_matmul, rows_per_ch
     rows = {**make_rows(), **make_teacher(), "loss_weights": LossWeights(0.1, 1.0, 0.5)}
     expected = drafting_loss(**rows)
     expected_gradients = gradients(expected.loss, rows)
-    monkeypatch.setattr(losses, "_ROWS_PER_MATMUL", rows_per_matmul)
+    monkeypatch.setattr(losses, "ROWS_PER_MATMUL", rows_per_matmul)
     monkeypatch.setattr(losses, "_ROWS_PER_CHUNK", rows_per_chunk)
     result = drafting_loss(**rows)
     torch.testing.assert_close(tuple(result), tuple(expected))
@@ -181,7 +181,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_never_holds_the_logits_of_all_rows(monkeypatch):
-    monkeypatch.setattr(losses, "_ROWS_PER_MATMUL", 10)
+    monkeypatch.setattr(losses, "ROWS_PER_MATMUL", 10)
     monkeypatch.setattr(losses, "_ROWS_PER_CHUNK", 2)
     rows = {**make_rows(), "weights": torch.ones(N, K)}
     with LargestTensor() as largest:

@@ -215,8 +215,8 @@ def test_a_static_cache_and_a_kept_one(target):
 
 def test_a_static_cache_is_as_long_as_it_is_said(target):
     """`generate` makes none shorter than any before it."""
-    for length in (90, 50):
-        method = Method("plain", "plain", {"cache_implementation": "static", "max_cache_len": length})
+    for said, length in ((90, 90), (50, 50), (10, 20 + LENGTH)):  # and long enough
+        method = Method("plain", "plain", {"cache_implementation": "static", "max_cache_len": said})
         _, output = measure(target, method, make_inputs(target, 20)["input_ids"], max_new_tokens=LENGTH)
         assert output.cache.get_max_length() == length
         assert output.sequences[0, 20:].tolist() == plain_answer(target)

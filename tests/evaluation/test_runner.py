@@ -361,6 +361,19 @@ def test_on_a_cpu_a_drafter_has_the_faster_cache_too(tmp_path, timed):
     assert lengths == [length_of("a") + 10, whole, whole]
 
 
+def test_live_sessions_with_static_caches(tmp_path, monkeypatch):
+    """Rendered into the next prompt, an answer may have more tokens than were generated."""
+    static = {"cache_implementation": "static"}
+    monkeypatch.setattr(runner, "with_faster_cache", lambda method, time, **options: replace(method, settings=static))
+    target = make_target("llama")
+    methods = [PLAIN, Method("dlite", "dlite", assistant=make_drafter(target), num_draft_tokens=3)]
+    result = evaluate(
+        target, make_chatml_tokenizer(), methods, [make_task(["a", "b", "c"])], tmp_path, max_new_tokens=8
+    )
+    assert [row["identical"] for row in result["rows"]] == [{"dlite": True}] * 3
+    assert [row["measurements"]["dlite"]["cached_tokens"] > 0 for row in result["rows"]] == [False, True, False]
+
+
 def test_a_static_cache_that_does_not_serve_is_not_used(tmp_path, timed):
     def seconds(method):
         if "max_cache_len" in method.settings and method.name == "dlite":

@@ -101,7 +101,8 @@ def measure(
     if cache is None and {*CACHE_SETTINGS} <= options.keys() and options["cache_implementation"] == "static":
         # `generate` would make none shorter than any before it.
         config = target.config.get_text_config(decoder=True)
-        cache = StaticCache(config=config, max_cache_len=options["max_cache_len"])
+        needed = prompt_ids.shape[1] + max_new_tokens  # an earlier answer may have become longer when it was rendered
+        cache = StaticCache(config=config, max_cache_len=max(needed, options["max_cache_len"]))
     if cache is not None:
         options = {name: value for name, value in options.items() if name not in CACHE_SETTINGS} | {"cache": cache}
     stopwatch = _Stopwatch(clock, target.device)
