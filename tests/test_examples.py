@@ -29,7 +29,8 @@ def cache(tmp_path_factory):
 def test_snippet_of_readme(cache):
     snippet = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
     (target,) = cache.iterdir()
-    run_snippet(snippet, {TARGET: target, DRAFTER: ROOT / DRAFTER})
+    process = run_snippet(snippet, {TARGET: target, DRAFTER: ROOT / DRAFTER})
+    assert re.fullmatch(r"emitted [1-9]\d*\n", process.stdout)  # which the test prints, and the snippet nothing
 
 
 def test_demo_without_a_hub(cache, tmp_path):
