@@ -36,6 +36,7 @@ class ReplayDrafter(DLiteForDrafting):
         num_draft_tokens=None,
         sampler=None,
         history=None,
+        confidence_threshold=0.0,
     ):
         # Hidden states of these random targets reach hundreds: 1e-5 is meant of each layer's largest.
         distances = ((self.reference - context_features).abs() / self.scale).amax(dim=(1, 2))

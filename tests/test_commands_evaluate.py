@@ -38,19 +38,23 @@ def test_a_recipe_and_its_report(folder, tmp_path, capsys):
         f"drafters: dlite={folder}/drafter\nmethods: [plain, prompt_lookup]\nnum_prompts: 2\nmax_new_tokens: 8\n"
         "temperatures: [0, 1]\nchat_template_kwargs: {enable_thinking: false}\ntarget_name: owner/tiny\n"
         f"target_quantization: q4_1\noutput_dir: {tmp_path}/out\ndevice: cpu\n"
+        "attn_implementation: sdpa_packed\nconfidence_thresholds: [0.25]\n"
     )
     assert cli.main(["evaluate", str(recipe), "--seed", "3"]) == 0
     output = capsys.readouterr().out
     report = Report.load(tmp_path / "out" / "report.json")
-    assert report.names == ["plain", "prompt_lookup", "dlite"]
+    names = ["plain", "prompt_lookup", "dlite", "dlite, confidence 0.25"]
+    assert report.names == names
+    assert report.methods[3]["settings"]["assistant_confidence_threshold"] == 0.25
     places = [("short", "0", 0), ("short", "1", 0), ("sessions", "m", 0), ("sessions", "m", 1)]
     assert [(row["task"], row["id"], row["turn"]) for row in report.rows] == 2 * places
     assert [row["temperature"] for row in report.rows] == [0.0] * 4 + [1.0] * 4
-    assert all(row["identical"] == {"prompt_lookup": True, "dlite": True} for row in report.rows[:4])
+    assert all(row["identical"] == dict.fromkeys(names[1:], True) for row in report.rows[:4])
     conditions = report.conditions
     target = {"name": "owner/tiny", "dtype": "float32", "quantization": "q4_1"}
     assert target.items() <= conditions["target"].items()
     assert (conditions["thinking"], conditions["seed"], conditions["num_prompts"]) == (False, 3, 2)
+    assert conditions["attn_implementation"] == "sdpa_packed"
     assert conditions["generation"]["ignored"] == {"do_sample": True, "top_k": 20}
     text = (tmp_path / "out" / "report.md").read_text()
     assert text.startswith("# ") and text in output
@@ -104,6 +108,7 @@ def test_plain_generation_is_as_fast_there_as_in_the_report(folder, tmp_path, mo
         (["--chat_template_kwargs", "[]"], "must be a JSON object"),
         (["--methods", "prompt_lookup"], "compared with 'plain'"),
         (["--drafters", "/nothing/here"], "/nothing/here"),
+        (["--confidence_thresholds", "0.4"], "A confidence threshold is 0.4, but must lie between 0 and 1"),
     ],
 )
 def test_mistakes_are_told_in_one_line(folder, tmp_path, capsys, fields, message):

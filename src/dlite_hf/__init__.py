@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, AutoModel
 
 from .configuration_dlite import DLiteConfig
+from .generation.attention import register_attention
 from .generation.candidate_generator import DLiteCandidateGenerator
 from .generation.integration import install
 from .generation.statistics import SpeculationStatistics, speculation_statistics
@@ -58,4 +59,5 @@ def __getattr__(name: str) -> Any:
 
 AutoConfig.register(DLiteConfig.model_type, DLiteConfig)
 AutoModel.register(DLiteConfig, DLiteForDrafting)
+register_attention()
 install()

@@ -386,6 +386,7 @@ class DLiteForDrafting(PreTrainedModel):
         num_draft_tokens: int | None = None,
         sampler: Sampler | None = None,
         history: DLiteHistory | None = None,
+        confidence_threshold: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Proposes tokens from left to right, each seeing those drafted before it.
 
@@ -397,9 +398,13 @@ class DLiteForDrafting(PreTrainedModel):
             sampler: maps `(logits [N, V], ids so far [N, j])` to the next ids `[N]` and the logits `[N, V]` that they
                 were drawn from. The largest logit by default.
             history: as in `forward`.
+            confidence_threshold: ends the drafts of all sequences where, for each of them, the probability of what is
+                drafted so far times the largest of the next token's is below it. The next token's draw must have no
+                part in that, or verification would not be exact under sampling.
 
         Returns:
-            The drafted ids `[N, K]` and the logits `[N, K, V]` that they were drawn from.
+            The drafted ids `[N, k]` and the logits `[N, k, V]` that they were drawn from; k is `num_draft_tokens`, or
+            less for a threshold, down to 0.
         """
         head = self.sequential_head
         hidden_states = self(context_features, inputs_embeds, previous_token_ids, history=history).last_hidden_state
@@ -407,17 +412,25 @@ class DLiteForDrafting(PreTrainedModel):
         state, token_ids = head.first_state(previous_token_ids), previous_token_ids[:, -1]
         drafted = previous_token_ids[:, :0]
         logits = []
+        confidence = hidden_states.new_ones(len(hidden_states), dtype=torch.float32)
         for hidden_state in hidden_states[:, :num_draft_tokens].unbind(dim=1):
             state = head.next_state(state, token_ids)
             step_logits = head.output_proj(head.merge(state, hidden_state))
             if sampler is not None:
-                token_ids, step_logits = sampler(head.spread(step_logits), drafted)
+                rows, step_logits = sampler(head.spread(step_logits), drafted)
+                token_ids = rows
             else:
-                token_ids = step_logits.argmax(dim=-1)
-                if head.draft_vocab_ids is not None:
-                    token_ids = head.draft_vocab_ids[token_ids]
+                rows = step_logits.argmax(dim=-1)
+                token_ids = rows if head.draft_vocab_ids is None else head.draft_vocab_ids[rows]
+            if confidence_threshold:
+                probs = step_logits.float().softmax(dim=-1)
+                if bool((confidence * probs.amax(dim=-1) < confidence_threshold).all()):
+                    break
+                confidence = confidence * probs.gather(-1, rows[:, None]).squeeze(1)
             drafted = torch.cat([drafted, token_ids[:, None]], dim=1)
             logits.append(step_logits)
+        if not logits:
+            return drafted, hidden_states.new_empty(len(drafted), 0, self.config.vocab_size)
         block = torch.stack(logits, dim=1)
         return drafted, block if sampler is not None else head.spread(block)
 

@@ -72,6 +72,28 @@ def test_a_dlite_drafter(target, tmp_path):
     assert {**other.describe(), "sha256": method.sha256} == method.describe() != other.describe()
 
 
+def test_confidence_thresholds_are_methods_of_dlite_drafters(target, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path / "dlite")
+    make_assistant().save_pretrained(tmp_path / "small")
+    folders = [f"{tmp_path}/dlite", f"{tmp_path}/small"]
+    methods = make_methods(target, ["plain"], folders, confidence_thresholds=[0.1, 0.3])
+    names = ["plain", "dlite", "small", "dlite, confidence 0.1", "dlite, confidence 0.3"]
+    assert [method.name for method in methods] == names
+    assert [method.settings for method in methods[1:]] == [
+        {},
+        {},
+        {"assistant_confidence_threshold": 0.1},
+        {"assistant_confidence_threshold": 0.3},
+    ]
+    assert methods[3].assistant is methods[4].assistant is methods[1].assistant
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.4, 1.0, -1.0])
+def test_refused_thresholds(target, threshold):
+    with pytest.raises(ValueError, match=f"A confidence threshold is {threshold}, but must lie between 0 and 1"):
+        make_methods(target, ["plain"], confidence_thresholds=[threshold])
+
+
 def test_a_dflash_drafter_and_an_assistant(target, tmp_path):
     make_dflash().save_pretrained(tmp_path / "dflash")
     assistant = make_assistant()

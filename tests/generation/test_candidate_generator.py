@@ -172,11 +172,11 @@ def test_the_group_holds_the_last_real_tokens(target, monkeypatch, group_size, n
     log = CallLog(drafter, monkeypatch)
     ids = torch.arange(11, 11 + num_tokens)[None]
     make_generator(target, drafter).get_candidates(ids, model_outputs=make_outputs(target, 8))
-    ((_, inputs_embeds, previous_token_ids, num_draft_tokens, sampler, history),) = log.calls
+    ((_, inputs_embeds, previous_token_ids, num_draft_tokens, sampler, history, threshold),) = log.calls
     assert torch.equal(previous_token_ids, ids[:, -num_real:])
     expected = torch.cat([ids[:, -num_real:], torch.full((1, 3), drafter.config.mask_token_id)], dim=1)
     assert torch.equal(inputs_embeds, embed_tokens(target, expected))
-    assert num_draft_tokens == 3 and sampler is None and history is None
+    assert num_draft_tokens == 3 and sampler is None and history is None and threshold == 0
 
 
 def test_only_the_drafters_layers_are_asked_for(target):

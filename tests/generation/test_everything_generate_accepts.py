@@ -192,7 +192,6 @@ def test_a_users_cache_that_cannot_roll_back_is_refused(target, drafter):
 
 KNOBS = {
     "num_assistant_tokens_schedule": "heuristic",
-    "assistant_confidence_threshold": 0.1,
     "assistant_lookbehind": 3,
     "target_lookbehind": 3,
 }

@@ -42,7 +42,7 @@ class LogitsReplayDrafter(ReplayDrafter):
             self.logits = target(sequence).logits[0]
 
     def draft(
-        self, context_features, inputs_embeds, previous_token_ids, num_draft_tokens=None, sampler=None, history=None
+        self, context_features, inputs_embeds, previous_token_ids, num_draft_tokens=None, sampler=None, *options
     ):
         super().draft(context_features, inputs_embeds, previous_token_ids, num_draft_tokens)
         drafted, logits = previous_token_ids[:, :0], []

@@ -211,16 +211,19 @@ class PartialDrafter(DLiteForDrafting):
     """Favours another token at every position of a block, so that no position's distribution passes for another's."""
 
     def draft(
-        self, context_features, inputs_embeds, previous_token_ids, num_draft_tokens=None, sampler=None, history=None
+        self, context_features, inputs_embeds, previous_token_ids, num_draft_tokens=None, sampler=None, *options
     ):
         def partial_sampler(logits, drafted):
             favoured = torch.tensor([2 * drafted.shape[1] + 1])
             return sampler(logits + 2 * torch.nn.functional.one_hot(favoured, V), drafted)
 
-        return super().draft(context_features, inputs_embeds, previous_token_ids, num_draft_tokens, partial_sampler)
+        return super().draft(
+            context_features, inputs_embeds, previous_token_ids, num_draft_tokens, partial_sampler, *options
+        )
 
 
-def test_end_to_end(target, logits, drafters):
+@pytest.mark.parametrize("threshold", [0.0, 0.15])
+def test_end_to_end(target, logits, drafters, threshold):
     torch.manual_seed(0)
     drafter = PartialDrafter(drafters["trained"].config).eval()
     drafter.load_state_dict(drafters["trained"].state_dict())
@@ -236,6 +239,7 @@ def test_end_to_end(target, logits, drafters):
                 max_new_tokens=K + 1,
                 do_sample=True,
                 assistant_model=drafter,
+                assistant_confidence_threshold=threshold,
                 **SAMPLING_OPTIONS[name],
             )
             tokens.append(output[:, PROMPT.shape[1] :][:, :K])

@@ -45,6 +45,13 @@ class EvaluateArguments:
         default_factory=lambda: ["plain", "prompt_lookup"],
         metadata={"help": "Methods without a drafter: plain, prompt_lookup, early_exit=LAYER, mtp."},
     )
+    confidence_thresholds: list[float] = field(
+        default_factory=list,
+        metadata={
+            "help": "Measures each DLite drafter also with each of these as `assistant_confidence_threshold`, below "
+            "which a draft ends early."
+        },
+    )
     num_prompts: int | None = field(
         default=None, metadata={"help": "The first so many records of each task; all by default."}
     )
@@ -63,6 +70,13 @@ class EvaluateArguments:
         },
     )
     dtype: str | None = field(default=None, metadata={"help": "The target's dtype; the checkpoint's by default."})
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={
+            "help": "The target's, for all methods: such as sdpa_packed, which does not copy the cache for grouped "
+            "queries; Transformers' choice by default."
+        },
+    )
     device: str | None = field(default=None, metadata={"help": "Where it runs; the machine's accelerator by default."})
     seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
     chat_template_kwargs: str | None = field(default=None, metadata={"help": TEMPLATE_KWARGS_HELP})
@@ -104,8 +118,12 @@ def main(args: EvaluateArguments, make_more_methods: Callable[[PreTrainedModel],
 
     tasks = [load_task(task, args.num_prompts) for task in args.tasks]
     device = args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype or "auto").to(device).eval()
-    tokenizer, methods = AutoTokenizer.from_pretrained(args.target), make_methods(target, args.methods, args.drafters)
+    target = AutoModelForCausalLM.from_pretrained(
+        args.target, dtype=args.dtype or "auto", attn_implementation=args.attn_implementation
+    )
+    target = target.to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    methods = make_methods(target, args.methods, args.drafters, args.confidence_thresholds)
     if make_more_methods is not None:
         methods += make_more_methods(target)
     result = evaluate(

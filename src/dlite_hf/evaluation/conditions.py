@@ -53,6 +53,7 @@ def describe_conditions(
         "threads": torch.get_num_threads(),
         **{name: version for name, version in versions().items() if name in ("torch", "transformers", "dlite_hf")},
         "dtype": dtype,
+        "attn_implementation": target.config._attn_implementation,
         "temperatures": list(temperatures),
         "thinking": (chat_template_kwargs or {}).get("enable_thinking"),
         "chat_template_sha256": hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest(),

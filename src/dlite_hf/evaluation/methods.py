@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,10 @@ class Method:
 
 
 def make_methods(
-    target: PreTrainedModel, stock: Iterable[str] = (PLAIN, "prompt_lookup"), drafters: Iterable[str] = ()
+    target: PreTrainedModel,
+    stock: Iterable[str] = (PLAIN, "prompt_lookup"),
+    drafters: Iterable[str] = (),
+    confidence_thresholds: Iterable[float] = (),
 ) -> list[Method]:
     """The methods of an evaluation.
 
@@ -86,12 +89,22 @@ def make_methods(
             `"prompt_lookup"`, `"early_exit=LAYER"`, `"mtp"`.
         drafters: `name=folder`, or a folder or an id on the Hub, whose last part is then the name. Its `config.json`
             says what it is: a DLite drafter, a DFlash drafter of Transformers, or any causal language model.
+        confidence_thresholds: each DLite drafter is a method of its own, too, with each of them as its
+            `assistant_confidence_threshold`.
 
     Raises:
         OSError: if a drafter cannot be found.
-        ValueError: if `"plain"` is missing, a name repeats, a method does not exist, or one does not fit the target.
+        ValueError: if `"plain"` is missing, a name repeats, a method does not exist, one does not fit the target, or a
+            threshold would change nothing or leave nothing to draft.
     """
-    stock, drafters = list(stock), list(drafters)
+    stock, drafters, confidence_thresholds = list(stock), list(drafters), list(confidence_thresholds)
+    unset = GenerationConfig._get_default_generation_params()["assistant_confidence_threshold"]
+    for threshold in confidence_thresholds:
+        if not 0 < threshold < 1 or threshold == unset:
+            raise ValueError(
+                f"A confidence threshold is {threshold}, but must lie between 0 and 1, and not be {unset}, which "
+                "Transformers fills in where a call names none."
+            )
     if PLAIN not in stock:
         raise ValueError(f"The methods are {stock}, but all are compared with 'plain'; add it.")
     names = [each.partition("=")[0] for each in stock] + [_split_drafter(each)[0] for each in drafters]
@@ -100,7 +113,17 @@ def make_methods(
         raise ValueError(f"More than one method is called {repeated[0]!r}; give drafters as name=folder.")
     stock.sort(key=lambda each: each != PLAIN)
     methods = [_stock_method(each, target) for each in stock]
-    return methods + [_drafter_method(*_split_drafter(each), target) for each in drafters]
+    methods += [_drafter_method(*_split_drafter(each), target) for each in drafters]
+    return methods + [
+        replace(
+            method,
+            name=f"{method.name}, confidence {threshold}",
+            settings={**method.settings, "assistant_confidence_threshold": threshold},
+        )
+        for method in methods
+        if method.kind == "dlite"
+        for threshold in confidence_thresholds
+    ]
 
 
 def neutral_generation_config(config: GenerationConfig, kept: Iterable[str] = _TOKEN_FIELDS) -> GenerationConfig:

@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..folder_lock import alone_in
-from .cache_choice import with_faster_cache
+from .cache_choice import with_faster_caches
 from .checks import check_assistants, check_evaluation, prompt_room
 from .conditions import describe_conditions
 from .divergence import compare
@@ -245,7 +246,8 @@ class _Run:
         if not self.progress.has_chosen:
             self.progress.choose(self._with_faster_caches())
         for method in self.progress.methods:
-            self._run_unrecorded(method, prompt_ids, temperature, min(WARM_UP_TOKENS, self.max_new_tokens))
+            num_tokens = min(WARM_UP_TOKENS, self.max_new_tokens)
+            self._run_unrecorded(method, prompt_ids, temperature, num_tokens, PrefixCache())
         self.is_warm = True
 
     def _with_faster_caches(self) -> list[Method]:
@@ -257,27 +259,23 @@ class _Run:
         )
         compiles, num_tokens = self.target.device.type == "cuda", min(CHOICE_TOKENS, self.max_new_tokens)
         timed = [prompts[(len(prompts) - 1) * quarter // 4] for quarter in (1, 2, 3, 4)]
+        return with_faster_caches(
+            self.progress.methods,
+            [(number, turn) for _, number, turn in timed],
+            partial(self._decoding_seconds, num_tokens=num_tokens),
+            compiles=compiles,
+            # Of one size, so that it compiles once.
+            max_cache_len=max(map(self._cache_length, self.sessions)) if compiles else None,
+            what=f"{num_tokens} tokens behind each of {', '.join(f'{length:,}' for length, *_ in timed)}",
+        )
 
-        def seconds_of(method: Method) -> list[float]:
-            return [self._decoding_seconds(method, number, turn, num_tokens) for _, number, turn in timed]
-
-        return [
-            with_faster_cache(
-                method,
-                seconds_of,
-                compiles=compiles,
-                # Of one size, so that it compiles once.
-                max_cache_len=max(map(self._cache_length, self.sessions)) if compiles else None,
-                what=f"{num_tokens} tokens behind each of {', '.join(f'{length:,}' for length, *_ in timed)}",
-            )
-            for method in self.progress.methods
-        ]
-
-    def _decoding_seconds(self, method: Method, number: int, turn: int, num_tokens: int) -> float:
+    def _decoding_seconds(self, method: Method, place: tuple[int, int], kept: PrefixCache, num_tokens: int) -> float:
+        """Of an answer at a place: the session's number and the turn's."""
+        number, turn = place
         session = self.sessions[number]
         prompt_ids = _render(self.tokenizer, session, session.turns[turn], [""] * turn, self.chat_template_kwargs)
         method = _sized(method, self._cache_length(session))
-        measurement, cache = self._run_unrecorded(method, prompt_ids, 0.0, num_tokens)
+        measurement, cache = self._run_unrecorded(method, prompt_ids, 0.0, num_tokens, kept)
         if "cache_implementation" in method.settings and len(session.turns) > 1 and not cache.is_croppable:
             raise ValueError("it cannot be kept from turn to turn.")
         return measurement.seconds - measurement.first_token_seconds
@@ -296,8 +294,9 @@ class _Run:
         return max((length for _, length in self._turns_that_fit(session)), default=0) + self.max_new_tokens
 
     def _run_unrecorded(
-        self, method: Method, prompt_ids: torch.Tensor, temperature: float, num_tokens: int
+        self, method: Method, prompt_ids: torch.Tensor, temperature: float, num_tokens: int, kept: PrefixCache
     ) -> tuple[Measurement, Cache]:
+        cache, cached_tokens = kept.prepare(prompt_ids, num_tokens)
         measurement, output = measure(
             self.target,
             method,
@@ -305,8 +304,12 @@ class _Run:
             max_new_tokens=num_tokens,
             temperature=temperature,
             seed=self.seed,
+            cache=cache,
+            cached_tokens=cached_tokens,
             clock=self.clock,
         )
+        if method.keeps_cache:
+            kept.keep(output.sequences, output.cache)
         return measurement, output.cache
 
 

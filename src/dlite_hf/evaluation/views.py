@@ -33,6 +33,7 @@ _CONDITIONS = {
     "device": "device",
     "threads": "threads",
     "dtype": "dtype",
+    "attn_implementation": "attention",
     "torch": "torch",
     "transformers": "transformers",
     "dlite_hf": "dlite_hf",
@@ -58,7 +59,7 @@ _COLUMNS = {
     },
     "task": {key: key for key in ("name", "category", "source", "revision", "file", "sha256", "records")},
 }
-_CARD_CONDITIONS = ("thinking", "max_new_tokens", "machine", "threads", "torch", "transformers")
+_CARD_CONDITIONS = ("thinking", "max_new_tokens", "attn_implementation", "machine", "threads", "torch", "transformers")
 _READING = (
     "tau is the number of tokens emitted per verification by the target, pooled: the target's own token of a round is "
     "counted, the prefill's is not; accepted counts the drafter's tokens alone. A speedup compares seconds a token "

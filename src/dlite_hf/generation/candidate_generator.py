@@ -38,6 +38,8 @@ class DLiteCandidateGenerator(CandidateGenerator):
         logits_processor ([`LogitsProcessorList`], *optional*): the call's processors. Drafting applies a copy of them,
             made anew every round, so that theirs never see a token that may be rejected.
         num_draft_tokens (`int`, *optional*): how many to propose, at most the drafter's K, which is the default.
+        confidence_threshold (`float`, *optional*, defaults to 0): where a draft ends early, see
+            [`DLiteForDrafting.draft`]; with 0 nowhere.
     """
 
     requires_model_outputs = True
@@ -49,12 +51,14 @@ class DLiteCandidateGenerator(CandidateGenerator):
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList | None = None,
         num_draft_tokens: int | None = None,
+        confidence_threshold: float = 0.0,
     ):
         self.drafter = drafter
         self.target = target
         self.do_sample = generation_config.do_sample
         self.max_length = generation_config.max_length
         self.num_draft_tokens = num_draft_tokens or drafter.config.num_draft_tokens
+        self.confidence_threshold = confidence_threshold
         self.logits_processor = _copyable(logits_processor or LogitsProcessorList())
         # The target's forward keeps these and no other hidden states; entry i + 1 is the output of layer i.
         self.model_kwargs_overrides = {"output_hidden_states": [i + 1 for i in drafter.config.captured_layer_ids]}
@@ -85,7 +89,8 @@ class DLiteCandidateGenerator(CandidateGenerator):
 
         Returns:
             The sequences with up to K candidates `[N, T + k]` and the logits `[N, k, V]` that they were drawn from.
-            Without hidden states, as before a prefill, or with no room for a candidate: `input_ids` and `None`.
+            Without hidden states, as before a prefill, with no room for a candidate, or where the drafter is not
+            confident of any: `input_ids` and `None`.
         """
         num_draft_tokens = min(self.num_draft_tokens, self.max_length - input_ids.shape[1] - 1)
         pivot = -1 - self._num_last_candidates + n_last_matches
@@ -99,7 +104,6 @@ class DLiteCandidateGenerator(CandidateGenerator):
         history = None
         if self.drafter.config.history_window:
             history = self._extended_history(hidden_states, slice(None, end))
-        self._num_last_candidates = num_draft_tokens
         previous_token_ids = input_ids[:, -self.drafter.config.anchor_group_size :]
         placeholder_embeds = self._placeholder_embeds.expand(input_ids.shape[0], -1, -1)
         inputs_embeds = torch.cat([embed_tokens(self.target, previous_token_ids), placeholder_embeds], dim=1)
@@ -110,7 +114,11 @@ class DLiteCandidateGenerator(CandidateGenerator):
             num_draft_tokens,
             self._sampler(input_ids.to(self.drafter.device)),
             history,
+            self.confidence_threshold,
         )
+        self._num_last_candidates = draft_ids.shape[1]
+        if not self._num_last_candidates:
+            return input_ids, None
         return torch.cat([input_ids, draft_ids.to(input_ids.device)], dim=1), draft_logits.to(input_ids.device)
 
     def _extended_history(self, hidden_states: Sequence[torch.Tensor | None], verified: slice) -> DLiteHistory:

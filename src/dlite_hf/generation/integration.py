@@ -49,7 +49,6 @@ _RIVAL_OPTIONS = (
 _CROSS_ATTENTION_FIELDS = ("cross_attention_layers", "cross_layer_interval")  # of Mllama, and of Idefics
 _IGNORED_OPTIONS = (
     "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
     "assistant_lookbehind",
     "target_lookbehind",
 )
@@ -183,6 +182,7 @@ def _check_call(
     check_compatible(model, drafter.config)
     text_decoder(model)
     _num_draft_tokens(drafter, generation_config)
+    _confidence_threshold(generation_config)
 
     defaults = GenerationConfig._get_default_generation_params()
     for name in _IGNORED_OPTIONS:
@@ -203,6 +203,19 @@ def _num_draft_tokens(drafter: DLiteForDrafting, generation_config: GenerationCo
             f"`num_assistant_tokens={requested}` is more than the {num_draft_tokens} that this drafter proposes."
         )
     return min(requested, num_draft_tokens)
+
+
+def _confidence_threshold(generation_config: GenerationConfig) -> float:
+    """Where a draft ends early; 0, nowhere, unless the call says so, as Transformers fills in its own default."""
+    threshold = generation_config.assistant_confidence_threshold
+    if threshold in (None, GenerationConfig._get_default_generation_params()["assistant_confidence_threshold"]):
+        return 0.0
+    if not 0 <= threshold < 1:
+        raise ValueError(
+            f"`assistant_confidence_threshold` is {threshold}, but must be at least 0 and less than 1: with 1 nothing "
+            "would be drafted."
+        )
+    return threshold
 
 
 def _decode_with_drafter(
@@ -233,7 +246,12 @@ def _decode_with_drafter(
         num_rows = min(num_rows, max(int(attention_mask.sum()), 1))  # no history of padding on the left
     steps = TargetSteps(model, generation_config, model_kwargs, drafter.config.captured_layer_ids, num_rows)
     candidate_generator = DLiteCandidateGenerator(
-        drafter, model, generation_config, logits_processor, _num_draft_tokens(drafter, generation_config)
+        drafter,
+        model,
+        generation_config,
+        logits_processor,
+        _num_draft_tokens(drafter, generation_config),
+        _confidence_threshold(generation_config),
     )
     return speculative_decoding(
         steps, candidate_generator, input_ids, logits_processor, stopping_criteria, generation_config, streamer
