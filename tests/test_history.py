@@ -159,9 +159,9 @@ def test_generation_reads_the_window_of_a_fresh_forward(monkeypatch, prefill_chu
     plain = target.generate(**inputs, **options)
     rounds, accepted, draft = [], iter([3, 1, 0, 2] * 10), drafter.draft
 
-    def spy(features, embeds, previous, num_draft_tokens, sampler, history):
+    def spy(features, embeds, previous, num_draft_tokens, sampler, history, *options):
         """Right for 3, 1, 0, 2, ... tokens, then wrong; remembers the history, and where the anchor stands."""
-        ids, logits = draft(features, embeds, previous, num_draft_tokens, sampler, history)
+        ids, logits = draft(features, embeds, previous, num_draft_tokens, sampler, history, *options)
         anchor = lengths[-1] - 1
         rounds.append((history, anchor))
         truth, right = plain[0, anchor + 1 :], next(accepted)
@@ -199,7 +199,7 @@ def test_padding_on_the_left_is_no_history(monkeypatch):
     histories, draft = [], drafter.draft
 
     def spy(*args):
-        histories.append(args[-1].features)
+        histories.append(args[5].features)
         return draft(*args)
 
     monkeypatch.setattr(drafter, "draft", spy)

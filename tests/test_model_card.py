@@ -141,8 +141,8 @@ def test_figures_of_a_report(folder, tmp_path):
     conditions = {"thinking": False, "max_new_tokens": 30, "threads": 2, "dtype": "bfloat16", "machine": "a machine"}
     text = create_model_card(folder, [save_report(tmp_path / "report.json", rows, **conditions)]).text
     assert (
-        "### bfloat16: gsm8k, bfcl\n\nMeasured with thinking mode: off; new tokens, at most: 30; machine: a machine; "
-        "threads: 2; torch: not recorded; transformers: not recorded; K of dlite: 7."
+        "### bfloat16: gsm8k, bfcl\n\nMeasured with thinking mode: off; new tokens, at most: 30; attention: not "
+        "recorded; machine: a machine; threads: 2; torch: not recorded; transformers: not recorded; K of dlite: 7."
     ) in text
     card = ModelCard(text)
     assert table_row(card, "gsm8k | dlite")[:5] == ["1", "2.50", "1.50", "2.00x", "2.22x"]
