@@ -26,8 +26,14 @@ def cache(tmp_path_factory):
     return folder
 
 
-def test_snippet_of_readme(cache):
-    snippet = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+@pytest.mark.parametrize("more", [None, "sdpa_packed"])
+def test_snippets_of_readme(cache, more):
+    """The first one, and one that goes on from it."""
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    snippet = snippets[0]
+    if more is not None:
+        (following,) = [each for each in snippets if more in each]
+        snippet += following
     (target,) = cache.iterdir()
     process = run_snippet(snippet, {TARGET: target, DRAFTER: ROOT / DRAFTER})
     assert re.fullmatch(r"emitted [1-9]\d*\n", process.stdout)  # which the test prints, and the snippet nothing

@@ -417,16 +417,16 @@ class DLiteForDrafting(PreTrainedModel):
             state = head.next_state(state, token_ids)
             step_logits = head.output_proj(head.merge(state, hidden_state))
             if sampler is not None:
-                rows, step_logits = sampler(head.spread(step_logits), drafted)
-                token_ids = rows
+                token_ids, step_logits = sampler(head.spread(step_logits), drafted)
+                places = token_ids
             else:
-                rows = step_logits.argmax(dim=-1)
-                token_ids = rows if head.draft_vocab_ids is None else head.draft_vocab_ids[rows]
+                places = step_logits.argmax(dim=-1)  # among the tokens of the draft vocabulary
+                token_ids = places if head.draft_vocab_ids is None else head.draft_vocab_ids[places]
             if confidence_threshold:
                 probs = step_logits.float().softmax(dim=-1)
-                if bool((confidence * probs.amax(dim=-1) < confidence_threshold).all()):
+                if not bool((confidence * probs.amax(dim=-1) >= confidence_threshold).any()):
                     break
-                confidence = confidence * probs.gather(-1, rows[:, None]).squeeze(1)
+                confidence = confidence * probs.gather(-1, places[:, None]).squeeze(1)
             drafted = torch.cat([drafted, token_ids[:, None]], dim=1)
             logits.append(step_logits)
         if not logits:

@@ -74,13 +74,15 @@ def test_a_method_that_cannot_run_at_all_says_so():
 
 
 def test_where_forwards_are_compiled_only_plain_generation_is_timed():
-    names = set()
+    names, caches = set(), []
 
     def time(method, prompt, kept):
         names.add(method.name)
+        caches.append(kept)
         return 1.0 if "cache_implementation" in method.settings else 2.0
 
     plain, *others = choose(time, compiles=True, max_cache_len=64)
     assert plain.settings == {"cache_implementation": "static", "max_cache_len": 64}
     assert plain.note.endswith("2.000 s with a static one and a compiled forward; the static one is used.")
     assert names == {"plain"} and others == METHODS[1:]
+    assert len({*map(id, caches)}) == len(caches) == 8  # each is recorded anew, as that of a session is

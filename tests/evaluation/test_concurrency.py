@@ -23,7 +23,7 @@ PROMPTS = [[5], [6, 7, 8], [9, 10]]
 class ScriptedTarget:
     """Takes what a script says of each call, on a clock that only it moves; continuous batching fails."""
 
-    training, device = False, torch.device("cpu")
+    training, device, config = False, torch.device("cpu"), SimpleNamespace(_attn_implementation="sdpa")
 
     def __init__(self, seconds=lambda name, size, call: 1.0):
         self.generation_config = GenerationConfig(eos_token_id=1, repetition_penalty=3.0, pad_token_id=2)
@@ -164,8 +164,10 @@ def test_an_unfinished_answer_is_waited_for():
     assert list(manager.results) == []  # both were taken
 
 
-def test_a_real_target_with_a_drafter_and_continuous_batching():
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "sdpa_packed"])
+def test_a_real_target_with_a_drafter_and_continuous_batching(attn_implementation):
     target = targets.make_target("llama")
+    target.set_attn_implementation(attn_implementation)
     dlite = Method("dlite", "dlite", assistant=targets.make_drafter(target))
     rows = measure_concurrency(target, PROMPTS, [PLAIN, dlite], batch_sizes=[1, 3], max_new_tokens=4, repeats=1)
     measured = {(row["method"], row["batch_size"]): row["tokens_per_second"] is not None for row in rows}
@@ -177,7 +179,7 @@ def test_a_real_target_with_a_drafter_and_continuous_batching():
         ("dlite", 3): False,
         (CONTINUOUS_BATCHING, 3): True,
     }
-    assert target.config._attn_implementation == "sdpa"
+    assert target.config._attn_implementation == attn_implementation
     assert json.loads(json.dumps(rows)) == rows
 
 

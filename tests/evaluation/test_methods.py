@@ -94,6 +94,14 @@ def test_refused_thresholds(target, threshold):
         make_methods(target, ["plain"], confidence_thresholds=[threshold])
 
 
+def test_thresholds_that_serve_nothing(target, tmp_path):
+    with pytest.raises(ValueError, match=r"\[0.1, 0.2, 0.1\] repeat one"):
+        make_methods(target, ["plain"], confidence_thresholds=[0.1, 0.2, 0.1])
+    make_assistant().save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=r"\[0.1\] are for DLite drafters, but there is none"):
+        make_methods(target, ["plain"], [f"{tmp_path}/small"], confidence_thresholds=[0.1])
+
+
 def test_a_dflash_drafter_and_an_assistant(target, tmp_path):
     make_dflash().save_pretrained(tmp_path / "dflash")
     assistant = make_assistant()

@@ -101,6 +101,16 @@ def test_a_missing_counter_is_not_measured():
     assert cells == ["not measured"] * 6
 
 
+def test_rounds_say_that_drafts_end_early():
+    made = report([row(dlite=measurement(**FULL))])
+    assert "can end early" not in VIEWS["rounds"].render(made)
+    made.methods[1]["settings"] = {"assistant_confidence_threshold": 0.2}
+    text = VIEWS["rounds"].render(made)
+    assert text.endswith(
+        "draft can end early: at the positions that it lacks nothing is accepted, though nothing was rejected."
+    )
+
+
 def test_flagged_rows_are_counted_and_explained():
     rows = [row("a", dlite=measurement(seconds=5.5)), row("b", dlite=measurement(tokens=9, seconds=1.0))]
     text = VIEWS["tables"].render(report(rows))

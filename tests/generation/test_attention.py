@@ -81,7 +81,7 @@ def test_what_has_no_groups_is_left_to_sdpa(heads_of_keys):
     assert set(heads_of_keys) == {(20, 4, False), (4, 4, False)}
 
 
-@pytest.mark.parametrize("extra", ["mask_of_each_head", "position_bias", "no_mask"])
+@pytest.mark.parametrize("extra", ["mask_of_each_head", "mask_of_one_row", "position_bias", "no_mask"])
 def test_what_heads_do_not_share_is_left_to_sdpa(extra):
     torch.manual_seed(0)
     module = make_target("llama").model.layers[0].self_attn
@@ -89,6 +89,8 @@ def test_what_heads_do_not_share_is_left_to_sdpa(extra):
     mask, options = torch.randn(2, 1, 3, 9), {}
     if extra == "mask_of_each_head":
         mask = torch.randn(2, 4, 3, 9)
+    elif extra == "mask_of_one_row":
+        mask = torch.randn(2, 1, 1, 9)
     elif extra == "position_bias":
         options["position_bias"] = torch.randn(2, 4, 3, 9)
     else:
@@ -109,11 +111,26 @@ def test_values_may_be_wider_than_keys():
     torch.testing.assert_close(output, expected)
 
 
-def test_attention_sinks_are_refused():
+def test_queries_may_be_the_same_for_all_sequences():
+    torch.manual_seed(0)
     module = make_target("llama").model.layers[0].self_attn
-    query, key = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
-    with pytest.raises(ValueError, match="does not know attention sinks"):
-        sdpa_packed_attention_forward(module, query, key, key, None, s_aux=torch.randn(4))
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    mask = torch.randn(2, 1, 3, 9)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask)
+    output, _ = sdpa_packed_attention_forward(module, query, key, value, mask)
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("name", ["s_aux", "indices", "block_indices", "num_kv_shared_layers"])
+def test_attention_that_it_does_not_know_is_refused(name):
+    module = make_target("llama").model.layers[0].self_attn
+    query, key, options = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8), {}
+    if name == "num_kv_shared_layers":
+        module.config.num_kv_shared_layers = 2
+    else:
+        options[name] = torch.zeros(4)
+    with pytest.raises(ValueError, match=rf"`sdpa_packed` does not serve LlamaAttention with \['{name}'\]"):
+        sdpa_packed_attention_forward(module, query, key, key, None, **options)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,19 @@ def test_a_draft_ends_where_its_probability_falls_below(kind):
     assert 0 in seen and len(seen) > 3, "too alike to test with"
 
 
+def test_where_nothing_is_allowed_a_draft_ends():
+    target = make_target("llama")
+    drafter = make_lively_drafter(target)
+
+    def sampler(logits, drafted):
+        scores = logits if drafted.shape[1] < 2 else torch.full_like(logits, -torch.inf)
+        return scores.argmax(dim=-1), scores
+
+    arguments = make_arguments(target, drafter, 0)
+    assert drafter.draft(*arguments, K, sampler)[0].shape == (1, K)
+    assert drafter.draft(*arguments, K, sampler, None, 1e-6)[0].shape == (1, 2)
+
+
 def test_the_most_confident_of_several_sequences_goes_on():
     target = make_target("llama")
     drafter = make_lively_drafter(target)

@@ -118,9 +118,9 @@ def main(args: EvaluateArguments, make_more_methods: Callable[[PreTrainedModel],
 
     tasks = [load_task(task, args.num_prompts) for task in args.tasks]
     device = args.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    target = AutoModelForCausalLM.from_pretrained(
-        args.target, dtype=args.dtype or "auto", attn_implementation=args.attn_implementation
-    )
+    # Given as None, it would undo what a checkpoint says.
+    attention = {} if args.attn_implementation is None else {"attn_implementation": args.attn_implementation}
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype or "auto", **attention)
     target = target.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     methods = make_methods(target, args.methods, args.drafters, args.confidence_thresholds)

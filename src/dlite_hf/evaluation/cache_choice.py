@@ -29,7 +29,7 @@ def with_faster_caches(
 
     Args:
         methods: the methods.
-        prompts: what they are timed behind; all methods go on from one prefill of each.
+        prompts: what they are timed behind; unless forwards are compiled, all methods go on from one prefill of each.
         time: runs a method behind a prompt, whose prefix the cache may hold, and returns the seconds of decoding; a
             ValueError where it cannot run. Of two such runs the better counts, as the first may compile.
         compiles: whether Transformers compiles the forward for a static cache, which it would do anew for every length
@@ -53,7 +53,11 @@ def with_faster_caches(
                 if method.name not in static or method.name in reasons:
                     continue
                 try:
-                    runs = [time(static[method.name] if is_static else method, prompt, kept) for _ in range(2)]
+                    runs = [
+                        # A compiled forward is recorded anew for every cache, as it is for every session.
+                        time(static[method.name] if is_static else method, prompt, PrefixCache() if compiles else kept)
+                        for _ in range(2)
+                    ]
                 except ValueError as error:
                     if not is_static:
                         raise

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from ..generation.attention import SDPA_PACKED
 from .markdown import make_table
 from .measuring import Clock, time_when_idle, use_generation_config
 from .methods import PLAIN, Method, neutral_generation_config
@@ -228,7 +229,10 @@ def _generate_continuously(
         safety_margin=0.0,
         allow_block_sharing=False,  # else a later repeat would find its prompts in the cache
     )
+    is_packed = target.config._attn_implementation == SDPA_PACKED
     try:
+        if is_packed:
+            target.set_attn_implementation("sdpa")  # of the two it knows this one
         with target.continuous_batching_context_manager(
             generation_config=config, continuous_batching_config=settings
         ) as manager:
@@ -240,6 +244,9 @@ def _generate_continuously(
         raise
     except Exception as error:  # which models, attentions and devices it serves is documented nowhere
         raise _ContinuousBatchingError(f"does not work here ({type(error).__name__}: {error})") from error
+    finally:
+        if is_packed:
+            target.set_attn_implementation(SDPA_PACKED)
 
 
 def _serve(manager: Any, prompts: list[list[int]], max_new_tokens: int) -> None:

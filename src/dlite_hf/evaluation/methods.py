@@ -95,7 +95,7 @@ def make_methods(
     Raises:
         OSError: if a drafter cannot be found.
         ValueError: if `"plain"` is missing, a name repeats, a method does not exist, one does not fit the target, or a
-            threshold would change nothing or leave nothing to draft.
+            threshold repeats, would change nothing or leave nothing to draft, or has no DLite drafter to serve.
     """
     stock, drafters, confidence_thresholds = list(stock), list(drafters), list(confidence_thresholds)
     unset = GenerationConfig._get_default_generation_params()["assistant_confidence_threshold"]
@@ -105,6 +105,8 @@ def make_methods(
                 f"A confidence threshold is {threshold}, but must lie between 0 and 1, and not be {unset}, which "
                 "Transformers fills in where a call names none."
             )
+    if len({*confidence_thresholds}) < len(confidence_thresholds):
+        raise ValueError(f"The confidence thresholds {confidence_thresholds} repeat one; give each once.")
     if PLAIN not in stock:
         raise ValueError(f"The methods are {stock}, but all are compared with 'plain'; add it.")
     names = [each.partition("=")[0] for each in stock] + [_split_drafter(each)[0] for each in drafters]
@@ -114,14 +116,18 @@ def make_methods(
     stock.sort(key=lambda each: each != PLAIN)
     methods = [_stock_method(each, target) for each in stock]
     methods += [_drafter_method(*_split_drafter(each), target) for each in drafters]
+    dlite_methods = [method for method in methods if method.kind == "dlite"]
+    if confidence_thresholds and not dlite_methods:
+        raise ValueError(
+            f"The confidence thresholds {confidence_thresholds} are for DLite drafters, but there is none; give one."
+        )
     return methods + [
         replace(
             method,
             name=f"{method.name}, confidence {threshold}",
             settings={**method.settings, "assistant_confidence_threshold": threshold},
         )
-        for method in methods
-        if method.kind == "dlite"
+        for method in dlite_methods
         for threshold in confidence_thresholds
     ]
 

@@ -70,6 +70,10 @@ _NO_CACHE = (
     "† reads the whole prompt again in every turn, while plain generation keeps its cache: that is in its time end to "
     "end."
 )
+_ENDS_EARLY = (
+    "With a confidence, a draft can end early: at the positions that it lacks nothing is accepted, though nothing was "
+    "rejected."
+)
 _MORE_CACHE = (
     "‡ keeps more of its cache between turns than plain generation, whose cache cannot be cropped: that is in its "
     "time end to end, and in that to the first token."
@@ -244,7 +248,9 @@ def rounds(report: Report) -> str:
             lines.append([method, *(number(part) for part in parts), memory, positions, conditional])
         return make_table(header, lines) if lines else ""
 
-    return _by_temperature(report, render)
+    tables = _by_temperature(report, render)
+    ends_early = any("assistant_confidence_threshold" in (method.get("settings") or {}) for method in report.methods)
+    return f"{tables}\n\n{_ENDS_EARLY}" if tables and ends_early else tables
 
 
 def slower(report: Report) -> str:

@@ -16,6 +16,9 @@ SDPA_PACKED = "sdpa_packed"
 _MOST_PACKED_TOKENS = 16
 # To Transformers, packed queries are those of a module without groups, that is not causal beyond its mask.
 _PACKED_MODULE = SimpleNamespace(is_causal=False)
+# Of attention sinks, which `sdpa` leaves out, and of sparse models, which make a mask of them only for implementations
+# that they know by name.
+_UNKNOWN_ARGUMENTS = ("s_aux", "indices", "block_indices")
 
 
 def sdpa_packed_attention_forward(
@@ -34,13 +37,21 @@ def sdpa_packed_attention_forward(
     a mask: `[N, G * H, T, D]` becomes `[N, H, G * T, D]` beside keys `[N, H, L, D]`, which `sdpa` would copy G times.
 
     Raises:
-        ValueError: if the model's attention has sinks (`s_aux`), which `sdpa` leaves out.
+        ValueError: if the model's attention has sinks or a sparse pattern, or shares its last layers' cache.
     """
-    if kwargs.get("s_aux") is not None:
-        raise ValueError(f"`{SDPA_PACKED}` does not know attention sinks (`s_aux`); load the model with 'eager'.")
+    unknown = [name for name in _UNKNOWN_ARGUMENTS if kwargs.get(name) is not None]
+    # Such a model prepares queries for `sdpa` alone, by its name.
+    if getattr(getattr(module, "config", None), "num_kv_shared_layers", 0):
+        unknown.append("num_kv_shared_layers")
+    if unknown:
+        raise ValueError(
+            f"`{SDPA_PACKED}` does not serve {type(module).__name__} with {unknown}; load the model with another "
+            "`attn_implementation`, such as 'eager'."
+        )
     num_sequences, num_heads, num_tokens, head_dim = query.shape
     num_groups = num_heads // key.shape[1]
-    has_shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
+    # One for all heads, with a row for each query.
+    has_shared_mask = attention_mask is not None and attention_mask.shape[1:3] == (1, num_tokens)
     if (
         num_groups == 1
         or num_tokens > _MOST_PACKED_TOKENS
@@ -54,8 +65,9 @@ def sdpa_packed_attention_forward(
     if attention_mask is not None:
         attention_mask = attention_mask.repeat(1, 1, num_groups, 1)
     output, _ = sdpa_attention_forward(_PACKED_MODULE, packed, key, value, attention_mask, is_causal=False, **kwargs)
-    output = output.view(num_sequences, num_groups, num_tokens, key.shape[1], -1).permute(0, 2, 3, 1, 4)
-    return output.reshape(num_sequences, num_tokens, num_heads, -1), None
+    # As in `sdpa`, the batch is the output's: queries that are learned have one row for all.
+    output = output.view(len(output), num_groups, num_tokens, key.shape[1], value.shape[-1]).permute(0, 2, 3, 1, 4)
+    return output.reshape(len(output), num_tokens, num_heads, value.shape[-1]), None
 
 
 def register_attention() -> None:
