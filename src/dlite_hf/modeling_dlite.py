@@ -412,7 +412,7 @@ class DLiteForDrafting(PreTrainedModel):
         state, token_ids = head.first_state(previous_token_ids), previous_token_ids[:, -1]
         drafted = previous_token_ids[:, :0]
         logits = []
-        confidence = hidden_states.new_ones(len(hidden_states), dtype=torch.float32)
+        confidence: torch.Tensor | float = 1.0
         for hidden_state in hidden_states[:, :num_draft_tokens].unbind(dim=1):
             state = head.next_state(state, token_ids)
             step_logits = head.output_proj(head.merge(state, hidden_state))
