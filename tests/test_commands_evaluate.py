@@ -65,13 +65,20 @@ def test_a_recipe_and_its_report(folder, tmp_path, capsys):
 
 
 def test_many_sequences_at_once(folder, tmp_path, capsys):
-    fields = ["--target", f"{folder}/target", "--tasks", f"{folder}/short.jsonl", "--device", "cpu"]
-    fields += ["--methods", "plain", "--max_new_tokens", "4", "--batch_sizes", "1", "2"]
+    fields = ["--target", f"{folder}/target", "--tasks", f"{folder}/short.jsonl", f"{folder}/agent.jsonl"]
+    fields += ["--methods", "plain", "--max_new_tokens", "4", "--batch_sizes", "1", "2", "--temperatures", "1"]
+    fields += ["--device", "cpu"]
     assert cli.main(["evaluate", "--output_dir", str(tmp_path / "out"), *fields]) == 0
-    rows = json.loads((tmp_path / "out" / "concurrency.json").read_text())["rows"]
+    content = json.loads((tmp_path / "out" / "concurrency.json").read_text())
+    rows, report = content["rows"], Report.load(tmp_path / "out" / "report.json")
+    conditions = content["conditions"]
+    shared = ("target", "machine", "threads", "torch", "attn_implementation", "max_new_tokens")
+    assert {name: conditions[name] for name in shared} == {name: report.conditions[name] for name in shared}
+    assert [task["name"] for task in conditions["tasks"]] == ["short"] and content["methods"] == report.methods
+    assert not {"temperatures", "generation", "skipped_turns"} & conditions.keys()  # of the prompts one by one
     plain = [row for row in rows if row["method"] == "plain"]
     assert [(row["batch_size"], row["new_tokens"]) for row in plain] == [(1, 4), (2, 8)]
-    lengths = [row["prompt_tokens"] for row in Report.load(tmp_path / "out" / "report.json").rows]
+    lengths = [row["prompt_tokens"] for row in report.rows]
     assert [row["prompt_tokens"] for row in plain] == [lengths[0], sum(lengths[:2])]
     assert concurrency_table(rows) in capsys.readouterr().out
 
@@ -103,6 +110,10 @@ def test_plain_generation_is_as_fast_there_as_in_the_report(folder, tmp_path, mo
     ("fields", "message"),
     [
         (["--batch_sizes", "0"], "`batch_sizes` is [0]"),
+        (
+            ["--batch_sizes", "1", "--min_prompt_tokens", "100", "--max_new_tokens", "8"],
+            "No first turn of short has from 100 to 248 tokens",
+        ),
         (["--tasks"], "`tasks` is empty"),
         (["--tasks", "gsm9k"], "There is no task 'gsm9k'"),
         (["--chat_template_kwargs", "[]"], "must be a JSON object"),

@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
 from dlite_hf import DLiteConfig, DLiteForDrafting
+from dlite_hf.evaluation.report import Report
 from dlite_hf.model_card import create_model_card
 from dlite_hf.training_record import TrainingRecord
 
@@ -132,24 +133,28 @@ def save_report(file, rows, **options):
 
 
 def test_figures_of_a_report(folder, tmp_path):
-    """Plain needs 11 s for 11 tokens; drafted 5.5 and 22 s. The figures of other methods are no matter of the card."""
+    """Plain needs 11 s for 11 tokens; drafted 5.5 and 22 s. What needs no drafter stands beside it."""
     counters = {"rounds": 4, "emitted": 10, "accepted_per_position": [4, 2]}
     rows = [
-        row(dlite=measurement(seconds=5.5, **counters), prompt_lookup=measurement()),
+        row(dlite=measurement(seconds=5.5, **counters), prompt_lookup=measurement(seconds=5.0)),
         row(task="bfcl", dlite=measurement(seconds=22.0, **counters), prompt_lookup=measurement()),
     ]
     conditions = {"thinking": False, "max_new_tokens": 30, "threads": 2, "dtype": "bfloat16", "machine": "a machine"}
-    text = create_model_card(folder, [save_report(tmp_path / "report.json", rows, **conditions)]).text
+    made = Report.load(save_report(tmp_path / "report.json", rows, **conditions))
+    made.methods[-1]["settings"] = {"assistant_confidence_threshold": 0.2}
+    made.save(tmp_path / "report.json")
+    text = create_model_card(folder, [tmp_path / "report.json"]).text
     assert (
         "### bfloat16: gsm8k, bfcl\n\nMeasured with thinking mode: off; new tokens, at most: 30; attention: not "
-        "recorded; machine: a machine; threads: 2; torch: not recorded; transformers: not recorded; K of dlite: 7."
+        "recorded; machine: a machine; threads: 2; torch: not recorded; transformers: not recorded; K of "
+        "prompt_lookup: not set; K of dlite: 7; settings of dlite: assistant_confidence_threshold 0.2."
     ) in text
     card = ModelCard(text)
     assert table_row(card, "gsm8k | dlite")[:5] == ["1", "2.50", "1.50", "2.00x", "2.22x"]
     assert table_row(card, "gsm8k | plain")[:2] == ["1", "1.00"]
     assert "* dlite on bfcl, temperature 0: end to end 0.50x, decoding 0.48x" in text
     assert "100%, 50%" in text and "* dlite: 2 of 2 outputs are plain generation's." in text
-    assert "prompt_lookup" not in text
+    assert table_row(card, "gsm8k | prompt_lookup")[3] == "2.20x"
 
 
 def test_a_drafter_is_known_by_its_folder_or_by_its_repository(folder, tmp_path):

@@ -136,18 +136,22 @@ def test_several_sections(root):
 
 
 def test_tables_of_other_measurements(root):
-    """Four sequences of 8 tokens in 2 s; and what a GPU is expected to do."""
+    """Four sequences of 8 tokens in 2 s; what a GPU is expected to do; and an arm of the ablations."""
     each = {"method": "plain", "kind": "plain", "batch_size": 4, "new_tokens": 32, "seconds": [2.0], "note": None}
     (root / "batches.json").write_text(json.dumps({"rows": [{**each, "tokens_per_second": 16.0}]}))
     names = ("plain_ms", "verify_ms", "backbone_ms", "head_ms", "draft_kv_bytes", "memory_bytes", "launch_seconds")
     each = {"gpu": "H200", "drafter": "DLite", "tau": 2.5, "context": 512, "batch_size": 1, "speedup": 1.75}
     each |= {**dict.fromkeys(names, 1e-6), "target_weight_bytes": 2.0, "fits": True}
     (root / "gpu.json").write_text(json.dumps({"rows": [each]}))
-    text = (
-        "<!-- results: batches.json concurrency -->\n<!-- end -->\n<!-- results: gpu.json roofline -->\n<!-- end -->"
+    arm = {"parameters": 14_366_656, "expected_tau": 1.1795, "accuracy": 0.1065, "tau": 1.1756, "seconds": 86.9}
+    (root / "arms.json").write_text(json.dumps({"r = 64": arm}))
+    text = "".join(
+        f"<!-- results: {file}.json {view} -->\n<!-- end -->\n"
+        for file, view in (("batches", "concurrency"), ("gpu", "roofline"), ("arms", "ablations"))
     )
     filled = write_results.fill(text, root)
     assert "| plain | 16.0 |" in filled and "| 1.75x |" in filled
+    assert "| r = 64 | 14.4M | 1.179 | 0.106 | 1.176 |" in filled
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@
     python training/roofline.py --tau 3                          # all drafters alike: what the history itself costs
     python training/roofline.py --target <id> --gpus h200 --report report.json        # measured tau, and a comparison
 
+Where the report has several DLite methods, as with confidence thresholds, `--method` says which.
+
 No GPU is needed, and none was at hand where this was written: the speeds are the data sheets' peaks, the bytes and
 operations are counted from configurations (`dlite_hf.evaluation.roofline`). `--report` puts a report of
 `dlite-hf evaluate` beside the simulation.
@@ -42,14 +44,15 @@ def parse_taus(values: list[str]) -> dict[str, float]:
     return taus
 
 
-def measured(report: Report) -> tuple[str, list[metrics.Row], float]:
-    """The only DLite method of a report, its greedy rows, and their tau."""
+def measured(report: Report, name: str | None) -> tuple[str, list[metrics.Row], float]:
+    """A DLite method of a report, by default the only one; its greedy rows; and their tau."""
     names = [method["name"] for method in report.methods if method["kind"] == "dlite"]
+    found = [each for each in names if name in (None, each)]
     rows = [row for row in report.rows if row["temperature"] == 0]
-    tau = metrics.tau(rows, names[0]) if len(names) == 1 else None
+    tau = metrics.tau(rows, found[0]) if len(found) == 1 else None
     if tau is None:
-        raise ValueError(f"The report must have greedy rows of one DLite drafter; it measures {names}.")
-    return names[0], rows, tau.value
+        raise ValueError(f"The report must have greedy rows of the DLite method; pass as `--method` one of {names}.")
+    return found[0], rows, tau.value
 
 
 def main() -> None:
@@ -67,7 +70,10 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--tau", nargs="+", help="tokens a verification: one figure, or kind=figure")
     source.add_argument("--report", type=Path, help="take DLite's from a report, and compare with it")
+    parser.add_argument("--method", help="the DLite method of the report")
     args = parser.parse_args()
+    if args.method and not args.report:
+        parser.error("--method names one of a report's; give --report, too, or drop it.")
 
     config = target_config(args.target)
     target = Target.of(config, args.weight_bytes)
@@ -79,7 +85,7 @@ def main() -> None:
         "dspark": Drafter.dspark(config, num_draft_tokens=dlite.num_draft_tokens),
     }
     report = Report.load(args.report) if args.report else None
-    method, report_rows, tau = measured(report) if report else ("", [], 0.0)
+    method, report_rows, tau = measured(report, args.method) if report else ("", [], 0.0)
     taus = {"dlite": tau} if report else parse_taus(args.tau)
     simulated = [
         simulate(

@@ -6,10 +6,10 @@
 
 In a document, what stands between `<!-- results: report.json tables -->` and `<!-- end -->` is that view of that
 report; `dlite_hf.evaluation.views` lists the views, and `concurrency` and `roofline` are the tables of files whose
-`rows` are what `measure_concurrency` and `simulate` returned. A document that shows `training/results/<report>/*.png`
-gets that report's pictures, drawn anew when `<report>.json` is another than `report.sha256` beside them says.
-A card is made from the recipe `training/results/<name>.yaml`, the arguments of `dlite-hf card` with paths
-from the repository's root.
+`rows` are what `measure_concurrency` and `simulate` returned, `ablations` that of the files of
+`compare_ablations.py`. A document that shows `training/results/<report>/*.png` gets that report's pictures, drawn
+anew when `<report>.json`, or what draws them, is another than `report.sha256` beside them says. A card is made from
+the recipe `training/results/<name>.yaml`, the arguments of `dlite-hf card` with paths from the repository's root.
 """
 
 import argparse
@@ -17,14 +17,17 @@ import hashlib
 import json
 import re
 import sys
+from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 from transformers import HfArgumentParser
 
 from dlite_hf.commands.card import CardArguments, make_card
+from dlite_hf.evaluation import plots
 from dlite_hf.evaluation.concurrency import concurrency_table
-from dlite_hf.evaluation.plots import save_plots
+from dlite_hf.evaluation.markdown import make_table
 from dlite_hf.evaluation.report import Report
 from dlite_hf.evaluation.roofline import roofline_table
 from dlite_hf.evaluation.views import VIEWS
@@ -33,11 +36,27 @@ from dlite_hf.evaluation.views import VIEWS
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("training", "results")
 DOCUMENTS = ("README.md", "RESULTS.md", "training/README.md")
-TABLES = {"concurrency": concurrency_table, "roofline": roofline_table}
 HASH = "report.sha256"
 BEGIN, END = "<!-- results:", "<!-- end -->"
 _PICTURE = re.compile(rf"\]\(({RESULTS.as_posix()}/[^/)]+)/[^/)]+\.png\)")
 _SECTION = re.compile(rf"({BEGIN} (\S+) (\S+) -->\n)((?:(?!{BEGIN}).)*?)({END})", re.DOTALL)
+
+
+def ablation_table(arms: dict[str, dict[str, float]]) -> str:
+    """A row for each arm of `compare_ablations.py`."""
+    keys = ("expected_tau", "accuracy", "tau")
+    lines = [
+        [arm, f"{each['parameters'] / 1e6:.1f}M", *(f"{each[key]:.3f}" for key in keys)] for arm, each in arms.items()
+    ]
+    return make_table(["arm", "parameters", "expected tau", "accuracy", "tau"], lines)
+
+
+# How each kind of table is made from its file.
+TABLES: dict[str, Callable[[Any], str]] = {
+    "concurrency": lambda content: concurrency_table(content["rows"]),
+    "roofline": lambda content: roofline_table(content["rows"]),
+    "ablations": ablation_table,
+}
 
 
 def fill(document: str, results: Path) -> str:
@@ -59,7 +78,7 @@ def fill(document: str, results: Path) -> str:
         if view in VIEWS:
             text = VIEWS[view].render(Report.load(results / file))
         elif view in TABLES:
-            text = TABLES[view](json.loads((results / file).read_text(encoding="utf-8"))["rows"])
+            text = TABLES[view](json.loads((results / file).read_text(encoding="utf-8")))
         else:
             raise ValueError(f"{begin.strip()} names no view; there are {', '.join([*VIEWS, *TABLES])}.")
         return f"{begin}\n{text}\n\n{end}"
@@ -81,8 +100,8 @@ def outdated(root: Path) -> dict[str, str]:
         if (root / name).exists():
             expected[name] = fill((root / name).read_text(encoding="utf-8"), root / RESULTS)
             for folder in _PICTURE.findall(expected[name]):
-                report = (root / f"{folder}.json").read_bytes()
-                expected[f"{folder}/{HASH}"] = hashlib.sha256(report).hexdigest() + "\n"
+                sources = (root / f"{folder}.json").read_bytes() + Path(plots.__file__).read_bytes()
+                expected[f"{folder}/{HASH}"] = hashlib.sha256(sources).hexdigest() + "\n"
     with chdir(root):
         for folder, recipe in card_recipes(root).items():
             expected[f"{folder}/README.md"] = str(make_card(recipe))
@@ -104,7 +123,7 @@ def main() -> int:
             continue
         if Path(name).name == HASH:
             folder = (ROOT / name).parent
-            save_plots(Report.load(folder.with_name(f"{folder.name}.json")), folder)
+            plots.save_plots(Report.load(folder.with_name(f"{folder.name}.json")), folder)
         (ROOT / name).write_text(text, encoding="utf-8")
         print(f"Wrote {name}.")
     return 1 if args.check and different else 0

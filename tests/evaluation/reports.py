@@ -14,6 +14,7 @@ def measurement(tokens=11, seconds=6.0, **fields):
             "emitted",
             "peak_bytes",
             "rounds",
+            "tested_per_position",
             "verifying_seconds",
         ]
     )

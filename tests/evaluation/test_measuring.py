@@ -2,15 +2,19 @@
 """What a measurement counts, beside the forwards that the target really ran."""
 
 import copy
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dlite_hf.evaluation import divergence
+from dlite_hf.evaluation import divergence, measuring
 from dlite_hf.evaluation.divergence import answer_logits, compare
 from dlite_hf.evaluation.measuring import measure, sampling_options
 from dlite_hf.evaluation.methods import Method, make_methods
 from dlite_hf.evaluation.sessions import PrefixCache
+from dlite_hf.generation import decoding
+from dlite_hf.generation.statistics import SpeculationStatistics
 
 from ..replay import make_replay_drafter
 from ..targets import make_drafter, make_inputs, make_target
@@ -64,8 +68,8 @@ def test_plain(target, forwards):
     assert forwards == [20] + [1] * (LENGTH - 1)
     assert (measurement.tokens, measurement.prefill_tokens) == (LENGTH, 1)
     assert (measurement.rounds, measurement.emitted) == (LENGTH - 1, LENGTH - 1)
-    others = ("accepted_per_position", "drafted", "drafting_seconds", "verifying_seconds", "peak_bytes")
-    assert [getattr(measurement, name) for name in others] == [None] * 5
+    others = ("accepted_per_position", "tested_per_position", "drafted", "drafting_seconds", "verifying_seconds")
+    assert [getattr(measurement, name) for name in (*others, "peak_bytes")] == [None] * 6
     assert answer == plain_answer(target)
 
 
@@ -145,6 +149,7 @@ def test_dlite(target, forwards):
     assert forwards == [20, 4, 4, 4, 4, 4, 4, 4, 2]
     assert (measurement.prefill_tokens, measurement.rounds, measurement.emitted) == (1, 8, 23)
     assert (measurement.accepted_per_position, measurement.drafted) == ([8, 7], 22)
+    assert measurement.tested_per_position == [8, 7, 7]  # the last draft has one token
     assert 0 < measurement.drafting_seconds + measurement.verifying_seconds < measurement.seconds
 
 
@@ -152,6 +157,27 @@ def test_times(target):
     measurement, _ = run(target, Method("plain", "plain"), clock=FakeClock())
     # Asked at the start, at the first token, and at the end.
     assert (measurement.first_token_seconds, measurement.seconds) == (1.0, 2.0)
+
+
+def test_times_are_taken_once_the_device_is_idle(target, monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: events.append(device.type))
+
+    def clock():
+        events.append("clock")
+        return 5.0
+
+    monkeypatch.setattr(decoding, "time", SimpleNamespace(perf_counter=clock))
+    of_a_round = partial(decoding._clock, SpeculationStatistics())
+    for now in (partial(measuring.time_when_idle, clock=clock), of_a_round):
+        for device, expected in (("cuda", ["cuda", "clock"]), ("cpu", ["clock"])):
+            events.clear()
+            assert now(torch.device(device)) == 5.0 and events == expected
+    # A measurement asks no other clock.
+    devices = []
+    monkeypatch.setattr(measuring, "time_when_idle", lambda device, clock: devices.append(device) or len(devices))
+    measurement, _ = run(target, Method("plain", "plain"), clock=None)
+    assert (measurement.first_token_seconds, measurement.seconds, devices) == (1, 2, [target.device] * 3)
 
 
 def test_leftovers_change_nothing(target):

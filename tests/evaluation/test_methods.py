@@ -42,15 +42,16 @@ def make_assistant(**overrides):
 
 
 def test_stock_methods_with_plain_first(target):
-    methods = make_methods(target, ["prompt_lookup", "early_exit=2", "plain"])
-    assert [method.name for method in methods] == ["plain", "prompt_lookup", "early_exit"]
+    methods = make_methods(target, ["prompt_lookup", "prompt_lookup=3", "early_exit=2", "plain"])
+    assert [method.name for method in methods] == ["plain", "prompt_lookup", "prompt_lookup=3", "early_exit=2"]
     assert [method.generate_kwargs() for method in methods] == [
         {},
         {"prompt_lookup_num_tokens": 10},
+        {"prompt_lookup_num_tokens": 3},
         {"assistant_early_exit": 2},
     ]
-    assert [method.num_draft_tokens for method in methods] == [None, 10, 20]
-    assert [method.keeps_cache for method in methods] == [True, False, False]
+    assert [method.num_draft_tokens for method in methods] == [None, 10, 3, 20]
+    assert [method.keeps_cache for method in methods] == [True, False, False, False]
     assert target.config.num_hidden_layers == SIZES["num_hidden_layers"]
     assert not any(layer._forward_hooks for layer in target.model.layers)
 
@@ -141,7 +142,10 @@ def test_a_target_that_cannot_exit_early():
         (["plain", "plain"], [], "More than one method is called 'plain'"),
         (["plain"], ["a=x", "y/a"], "More than one method is called 'a'"),
         (["plain", "lookahead"], [], "no method 'lookahead'; choose from plain, prompt_lookup"),
-        (["plain", "prompt_lookup=3"], [], "gives 'prompt_lookup' a value"),
+        (["plain", "prompt_lookup=0"], [], "gives 'prompt_lookup' no number of tokens"),
+        (["plain", "prompt_lookup="], [], "gives 'prompt_lookup' no number of tokens"),
+        (["plain", "mtp=2"], [], "gives 'mtp' a value, which it does not take"),
+        (["plain", "lookahead=2"], [], "no method 'lookahead=2'"),
         (["plain", "early_exit"], [], "needs a layer from 1 to 4, as early_exit=LAYER; got ''"),
         (["plain", "early_exit=5"], [], "needs a layer from 1 to 4"),
         (["plain"], ["name="], "'name=' is no drafter; write name=folder"),

@@ -37,6 +37,14 @@ def test_acceptance_per_position():
     assert metrics.conditional_acceptance(rows, "dlite") == [5 / 10, 3 / 5, 0]
     nothing = [row(dlite=measurement(rounds=2, emitted=2, accepted_per_position=[0, 0]))]
     assert metrics.conditional_acceptance(nothing, "dlite") == [0, None]
+    # Where drafts end early, a round that accepted all of its draft did not get to the next position.
+    rows[0]["measurements"]["dlite"]["tested_per_position"] = [6, 3, 1]
+    assert metrics.conditional_acceptance(rows, "dlite") == [5 / 10, 3 / 5, 0]  # not known of all rows
+    rows[1]["measurements"]["dlite"]["tested_per_position"] = [2, 1]
+    assert metrics.conditional_acceptance(rows, "dlite") == [5 / 8, 3 / 4, 0]
+    assert metrics.acceptance(rows, "dlite") == [5 / 10, 3 / 10, 0]
+    empty = [row(dlite=measurement(rounds=2, emitted=2, accepted_per_position=[], tested_per_position=[]))]
+    assert metrics.conditional_acceptance(empty, "dlite") == []
 
 
 def test_speedups_are_of_seconds():
@@ -71,11 +79,11 @@ def test_an_answer_of_another_length_is_flagged_and_left_out():
     assert metrics.tokens_per_second(rows, "dlite") == 14 / 7
 
 
-def test_sampled_answers_compare_seconds_a_token():
-    """Plain a token a second; drafted 21 tokens in 7 s."""
-    rows = [row(temperature=1.0, dlite=measurement(tokens=21, seconds=7.0))]
-    assert metrics.flagged_rows(rows, "dlite") == []
-    assert metrics.speedup(rows, "dlite").value == pytest.approx(3.0)
+def test_sampled_answers_of_another_length_are_flagged_too():
+    rows = [row("a", temperature=1.0, dlite=measurement(tokens=21, seconds=7.0))]
+    rows.append(row("b", temperature=1.0, dlite=measurement(seconds=5.5)))
+    assert metrics.flagged_rows(rows, "dlite") == rows[:1]
+    assert metrics.speedup(rows, "dlite").value == pytest.approx(2.0)
     assert metrics.identical(rows, "dlite") is None
 
 

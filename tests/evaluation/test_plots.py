@@ -56,6 +56,9 @@ def test_the_interval_of_a_speedup():
         segment for each in ax.collections for segment in each.get_segments() if segment[0, 1] != segment[1, 1]
     ]
     assert segment[:, 1] == pytest.approx((55 / 40, 55 / 25))
+    # Without an interval there is no whisker, which would look like certainty.
+    (ax,) = plots.plot_speedups(report(rows[:4])).axes
+    assert len(ax.patches) == 1 and not ax.collections
 
 
 def test_many_tasks_stand_in_several_panels():
@@ -73,11 +76,18 @@ def test_a_method_without_a_cache_between_turns_is_marked():
 
 
 def test_tau_by_length(made):
-    figure = plots.plot_tau_by_length(made)
-    (ax,) = figure.axes
+    """The general tasks in one panel, each other task in its own."""
+    rows = [*made.rows, row("c", "gsm8k", prompt_tokens=2000, dlite=measurement(**{**COUNTERS, "emitted": 8}))]
+    rows.append(row("d", "swe", prompt_tokens=5000, dlite=measurement(**COUNTERS)))
+    figure = plots.plot_tau_by_length(report(rows, ("plain", "stock", "dlite")))
     assert legend(figure) == ["dlite"]  # nothing is drawn for what nobody counted
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["0-1k\n2 prompts", "4-8k\n2 prompts"]
-    assert list(ax.containers[0].lines[0].get_ydata()) == [2.5, 2.5]
+    assert [ax.get_title() for ax in figure.axes] == ["general tasks", "bfcl", "swe"]
+    assert [[label.get_text() for label in ax.get_xticklabels()] for ax in figure.axes] == [
+        ["0-1k\n2 prompts", "1-4k\n1 prompt"],
+        ["4-8k\n2 prompts"],
+        ["4-8k\n1 prompt"],
+    ]
+    assert [list(ax.lines[0].get_ydata()) for ax in figure.axes] == [[2.5, 2.0], [2.5], [2.5]]
 
 
 def test_acceptance(made):

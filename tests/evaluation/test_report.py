@@ -109,6 +109,10 @@ def test_rounds_say_that_drafts_end_early():
     assert text.endswith(
         "draft can end early: at the positions that it lacks nothing is accepted, though nothing was rejected."
     )
+    made.rows[0]["measurements"]["dlite"]["tested_per_position"] = [3, 3, 2]
+    text = VIEWS["rounds"].render(made)
+    assert "75%, 50%, 25% | 100%, 67%, 50% |" in text
+    assert text.endswith("nothing was rejected; the last column counts only rounds that had one there.")
 
 
 def test_flagged_rows_are_counted_and_explained():
@@ -116,17 +120,21 @@ def test_flagged_rows_are_counted_and_explained():
     text = VIEWS["tables"].render(report(rows))
     ((*_, speedup, _, _, _, same, flagged),) = lines_of(text, "gsm8k", "dlite")
     assert (speedup, same, flagged) == ("2.00x", "1 of 2", "1")
-    assert "left out of the speedups" in text
+    assert "left out of that method's speedups" in text
     assert "left out" not in VIEWS["tables"].render(report(rows[:1]))
 
 
 def test_temperatures_have_tables_of_their_own():
-    rows = [row(dlite=measurement(seconds=5.5)), row(temperature=1.0, dlite=measurement(tokens=22, seconds=5.5))]
+    rows = [row(dlite=measurement(seconds=5.5)), row(temperature=1.0, dlite=measurement(seconds=2.75))]
     text = VIEWS["tables"].render(report(rows))
     greedy, sampled = text.split("**Temperature 1**")
-    assert "**Greedy (temperature 0)**" in greedy and "seconds a token." not in greedy.split("**")[-1]
+    assert "**Greedy (temperature 0)**" in greedy
     assert lines_of(greedy, "gsm8k", "dlite")[0][3] == "2.00x" and lines_of(sampled, "gsm8k", "dlite")[0][3] == "4.00x"
-    assert "Sampled answers differ in length" in sampled and lines_of(sampled, "gsm8k", "dlite")[0][7] == "-"
+    assert lines_of(sampled, "gsm8k", "dlite")[0][7] == "-" and "Flagged" not in text
+    rows.append(row("b", temperature=1.0, dlite=measurement(tokens=9)))
+    greedy, sampled = VIEWS["tables"].render(report(rows)).split("**Temperature 1**")
+    assert "Flagged" not in greedy and "Sampled answers mostly have one length" in sampled
+    assert lines_of(sampled, "gsm8k", "dlite")[0][-1] == "1"
 
 
 def make_agent_report():
@@ -145,8 +153,9 @@ def make_agent_report():
 def test_by_length_and_by_turn():
     made = make_agent_report()
     lengths, turns = (VIEWS[name].render(made) for name in ("lengths", "turns"))
-    assert lines_of(lengths, "agent", "0-1k", "dlite") == [["2", "2.50", "2.00x", "2.22x", "1,000"]]
-    assert len(lines_of(lengths, "agent", "1-4k", "dlite")) == len(lines_of(lengths, "general", "0-1k", "dlite")) == 1
+    assert lines_of(lengths, "bfcl", "0-1k", "dlite") == [["2", "2.50", "2.00x", "2.22x", "1,000"]]
+    assert len(lines_of(lengths, "bfcl", "1-4k", "dlite")) == 1
+    assert len(lines_of(lengths, "general tasks", "0-1k", "dlite")) == 1
     assert lines_of(turns, "1", "dlite") == lines_of(turns, "2", "dlite") == [["2", "2.50", "2.00x", "2.22x", "1,000"]]
     assert VIEWS["turns"].render(report([row(dlite=measurement())])) == ""  # no agents
     (whole,) = lines_of(VIEWS["tables"].render(made), "bfcl", "dlite")
@@ -201,7 +210,7 @@ def test_conditions():
 
 def test_skipped_turns_and_notes_are_said():
     made = report([row(dlite=measurement())], skipped_turns={"bfcl": 1200, "gsm8k": 0})
-    assert "## Not run, since the prompt is too long\n\n* bfcl: 1,200 turns" in made.to_markdown()
+    assert "## Not run, since the prompt is too long or too short\n\n* bfcl: 1,200 turns" in made.to_markdown()
     assert "## Notes" not in made.to_markdown() and "turns of gsm8k" not in made.to_markdown()
     made.methods[1]["note"] = "It is small."
     assert "## Notes\n\n* dlite: It is small." in made.to_markdown()
@@ -215,6 +224,11 @@ def test_the_paper_beside_ours():
     assert lines_of(speedups, "bfcl") == [["1.58x", "1.44x", "2.11x", "2.37x", "1.82x", "2.30x", "2.00x"]]
     assert lines_of(taus, "gsm8k")[0] == ["6.27", "6.38", "-", "-", "2.50"]
     assert lines_of(taus, "bfcl")[0][-1] == lines_of(taus, "mbpp")[0][-1] == "not measured"
+    # The paper's are sessions.
+    said = "here only first turns were run"
+    first, second = (row("d", "swe_bench", turn, dlite=measurement()) for turn in (0, 1))
+    assert said in VIEWS["paper"].render(report([first]))
+    assert said not in text and said not in VIEWS["paper"].render(report([first, second]))
 
 
 def test_a_summary_is_a_line_for_each_method():
@@ -228,12 +242,16 @@ def test_a_summary_is_a_line_for_each_method():
 
 
 def test_the_methods_of_one_drafter():
-    made = report([row(dlite=measurement(), prompt=measurement())], ("plain", "prompt", "dlite"), "some-DLite")
+    """Beside it stays what needs no drafter: a card should not hide what costs nothing."""
+    measured = {name: measurement() for name in ("prompt", "other", "dlite")}
+    made = report([row(**measured)], ("plain", *measured), "some-DLite")
+    made.methods[2]["checkpoint"] = "small"
     part = made.of_drafter("some-DLite")
-    assert part.names == ["plain", "dlite"] and list(part.rows[0]["measurements"]) == ["plain", "dlite"]
-    assert part.rows[0]["identical"] == {"dlite": True} and made.names == ["plain", "prompt", "dlite"]
-    with pytest.raises(ValueError, match=r"no drafter 'other', but \['some-DLite'\]"):
-        made.of_drafter("other")
+    assert part.names == list(part.rows[0]["measurements"]) == ["plain", "prompt", "dlite"]
+    assert part.rows[0]["identical"] == {"prompt": True, "dlite": True}
+    assert made.names == ["plain", "prompt", "other", "dlite"]
+    with pytest.raises(ValueError, match=r"no drafter 'another', but \['small', 'some-DLite'\]"):
+        made.of_drafter("another")
 
 
 def test_the_report_is_strict_json(tmp_path):

@@ -2,6 +2,8 @@
 """The simulation: counted by hand on round numbers, and beside what the paper published."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
@@ -12,7 +14,7 @@ from dlite_hf.evaluation.costs import Drafter, Gpu, Target, Work
 from dlite_hf.evaluation.paper import PAPER_SPEEDUP, PAPER_TAU
 from dlite_hf.evaluation.roofline import GPUS, SIMULATED, compare_with_measurement, roofline_table, simulate
 from tests import targets
-from tests.evaluation.reports import measurement, plain, row
+from tests.evaluation.reports import measurement, plain, report, row
 
 
 TINY = Qwen3Config(**{**targets.SIZES, "tie_word_embeddings": False})
@@ -246,3 +248,17 @@ def test_targets_that_are_not_counted_are_refused():
     config.layer_types = ["linear_attention"] * 5
     with pytest.raises(ValueError, match="linear_attention"):
         Target.of(config)
+
+
+def test_the_script_compares_with_the_method_that_is_named():
+    """A report with confidence thresholds has several of one drafter."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "training" / "roofline.py"))
+    counted = {"rounds": 4, "emitted": 10}
+    made = report([row(dlite=measurement(**counted))])
+    assert script["measured"](made, None) == ("dlite", made.rows, 2.5)
+    rows = [row(**{"dlite": measurement(**counted), "dlite-0.2": measurement(rounds=5, emitted=10)})]
+    made = report(rows, ("plain", "dlite", "dlite-0.2"))
+    assert script["measured"](made, "dlite-0.2") == ("dlite-0.2", made.rows, 2.0)
+    for name in (None, "plain"):
+        with pytest.raises(ValueError, match=r"pass as `--method` one of \['dlite', 'dlite-0.2'\]"):
+            script["measured"](made, name)

@@ -4,6 +4,7 @@
 import hashlib
 import json
 import re
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -148,11 +149,13 @@ def test_figures_that_cannot_flatter(tmp_path, monkeypatch):
     warm_up, calls = target.calls[TIMED : TIMED + 3], [call[0] for call in target.calls[TIMED + 3 :]]
     assert {(name, limit) for name, _, limit in warm_up} == {(name, 32) for name in ("plain", "dlite", "stock")}
     orders = [["plain", "dlite", "stock"], ["dlite", "stock", "plain"], ["stock", "plain", "dlite"]]
-    assert [row["order"] for row in result["rows"]] == [*orders, orders[0]]
-    assert calls == sum(orders, []) + orders[0]
+    orders.append(orders[0][::-1])
+    assert [row["order"] for row in result["rows"]] == orders
+    assert calls == sum(orders, [])
     # So does every turn of a session of as many turns as there are methods.
-    talks = run(target, [PLAIN, DLITE], [make_task(["a", "b"], ["c", "d"])], tmp_path / "talks")
-    assert [row["order"][0] for row in talks["rows"]] == ["plain", "dlite", "dlite", "plain"]
+    talks = run(target, [PLAIN, DLITE], [make_task(*[["a", "b"]] * 4)], tmp_path / "talks")
+    firsts = [[row["order"][0] for row in talks["rows"] if row["turn"] == turn] for turn in (0, 1)]
+    assert firsts == [["plain", "dlite", "dlite", "plain"], ["dlite", "dlite", "plain", "plain"]]
     for row in result["rows"]:
         plain, stock = row["measurements"]["plain"], row["measurements"]["stock"]
         assert (plain["first_token_seconds"], plain["seconds"]) == (2.0, 2.0 + 5 * PLAIN_SECONDS)
@@ -195,13 +198,22 @@ def test_long_prompts_are_counted_and_not_run(tmp_path):
     result = run(target, [PLAIN, DLITE], tasks, tmp_path, max_new_tokens=10)
     assert [(row["task"], row["id"], row["turn"]) for row in result["rows"]] == [("toy", "r1", 0), ("other", "r0", 0)]
     assert result["conditions"]["skipped_turns"] == {"toy": 3, "other": 0}
-    with pytest.raises(ValueError, match="No prompt has at most 50 tokens"):
+    with pytest.raises(ValueError, match="No prompt has from 1 to 50 tokens"):
         run(target, [PLAIN, DLITE], [make_task("a" * 200)], tmp_path / "other", max_new_tokens=10)
     # A replayed turn that does not fit says nothing of the next one: here the limit is the caller's.
     record = {"id": "m", "messages": [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]}
     task = Task("replayed", "agent", [record])
     result = run(target, [PLAIN, DLITE], [task], tmp_path / "replayed", max_new_tokens=10, max_prompt_tokens=40)
     assert [row["turn"] for row in result["rows"]] == [0] and result["conditions"]["skipped_turns"] == {"replayed": 1}
+    # Nor does one that is too short; a live turn after it would lack its answer.
+    limit = {"max_new_tokens": 10}
+    result = run(target, [PLAIN, DLITE], [task], tmp_path / "both", **limit)
+    first, second = (row["prompt_tokens"] for row in result["rows"])
+    limit |= {"min_prompt_tokens": second}
+    result = run(target, [PLAIN, DLITE], [task, make_task(["b", "c" * 20])], tmp_path / "long", **limit)
+    assert [(row["task"], row["turn"], row["prompt_tokens"]) for row in result["rows"]] == [("replayed", 1, second)]
+    assert first < second and result["conditions"]["skipped_turns"] == {"replayed": 1, "toy": 2}
+    assert result["conditions"]["min_prompt_tokens"] == second
 
 
 def test_all_methods_see_plain_answers_of_earlier_turns(tmp_path):
@@ -223,29 +235,56 @@ def without_times_of_day(result):
     return {**result, "conditions": conditions}
 
 
-@pytest.mark.parametrize("kill_at", range(2, 26, 3))
-def test_a_killed_evaluation_goes_on(tmp_path, kill_at):
-    """Killed anywhere, with a torn line left behind: the same rows as without."""
-    tasks = [make_task(["a", "b", "c"], "d"), make_task(["e", "f"], name="other")]
-    options = {"temperatures": [0.0, 1.0]}
-    whole = run(ScriptedTarget(fixed_script), [PLAIN, DLITE], tasks, tmp_path / "whole", **options)
-    target, folder = ScriptedTarget(fixed_script), tmp_path / "killed"
-    target.kill_at = kill_at
-    with pytest.raises(Killed):
-        run(target, [PLAIN, DLITE], tasks, folder, **options)
+KILL_TASKS = [make_task(["a", "b", "c"], "d"), make_task(["e", "f"], name="other")]
+KILL_OPTIONS = {"temperatures": [0.0, 1.0]}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An evaluation that was not killed: its result, its folder, and how many calls it took."""
+    target, folder = ScriptedTarget(fixed_script), tmp_path_factory.mktemp("whole")
+    result = run(target, [PLAIN, DLITE], KILL_TASKS, folder, **KILL_OPTIONS)
+    return result, folder, len(target.calls)
+
+
+def test_an_evaluation_that_is_killed_in_any_call_goes_on(tmp_path, whole):
+    """In the choice of caches, in a warm-up, and in each task and temperature: the same rows as without."""
+    result, whole_folder, num_calls = whole
+    for kill_at in range(num_calls):
+        target, folder = ScriptedTarget(fixed_script), tmp_path / str(kill_at)
+        target.kill_at = kill_at
+        with pytest.raises(Killed):
+            run(target, [PLAIN, DLITE], KILL_TASKS, folder, **KILL_OPTIONS)
+        target.kill_at = None
+        resumed = run(target, [PLAIN, DLITE], KILL_TASKS, folder, **KILL_OPTIONS)
+        assert without_times_of_day(resumed) == without_times_of_day(result), kill_at
+        assert (folder / "rows.jsonl").read_bytes() == (whole_folder / "rows.jsonl").read_bytes(), kill_at
+
+
+def test_an_evaluation_whose_files_end_anywhere_goes_on(tmp_path, whole):
+    """A kill tears the line that is being written; the one before it is always whole."""
+    result, whole_folder, _ = whole
     for name in ("rows.jsonl", "sessions.jsonl"):
-        with (folder / name).open("a") as lines:
-            lines.write('{"task": "toy", "id"')
-    target.kill_at = None
-    resumed = run(target, [PLAIN, DLITE], tasks, folder, **options)
-    assert without_times_of_day(resumed) == without_times_of_day(whole)
-    assert (folder / "rows.jsonl").read_text() == (tmp_path / "whole" / "rows.jsonl").read_text()
-    # Another call has nothing left to do.
-    calls = len(target.calls)
-    assert without_times_of_day(run(target, [PLAIN, DLITE], tasks, folder, **options)) == without_times_of_day(whole)
-    assert len(target.calls) == calls and resumed["conditions"]["started_at"]
-    again = run(target, [PLAIN, DLITE], tasks, folder, **options)
-    assert again["conditions"]["finished_at"] == resumed["conditions"]["finished_at"]
+        content = (whole_folder / name).read_bytes()
+        last = content.rfind(b"\n", 0, -1) + 1
+        for length in range(last, len(content), 1 if name == "sessions.jsonl" else 7):
+            folder = tmp_path / f"{name}-{length}"
+            shutil.copytree(whole_folder, folder)
+            (folder / name).write_bytes(content[:length])
+            if name == "rows.jsonl":  # the session's end is written after its rows
+                sessions = (folder / "sessions.jsonl").read_bytes()
+                (folder / "sessions.jsonl").write_bytes(sessions[: sessions.rfind(b"\n", 0, -1) + 1])
+            resumed = run(ScriptedTarget(fixed_script), [PLAIN, DLITE], KILL_TASKS, folder, **KILL_OPTIONS)
+            assert without_times_of_day(resumed) == without_times_of_day(result), length
+            assert (folder / name).read_bytes() == content, length
+
+
+def test_a_finished_evaluation_has_nothing_left_to_do(tmp_path, whole):
+    result, whole_folder, _ = whole
+    shutil.copytree(whole_folder, tmp_path / "copy")
+    target = ScriptedTarget(fixed_script)
+    again = run(target, [PLAIN, DLITE], KILL_TASKS, tmp_path / "copy", **KILL_OPTIONS)
+    assert not target.calls and again == result and again["conditions"]["finished_at"]
 
 
 def counts_of(result):
@@ -454,6 +493,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
         ({"temperatures": [float("inf")]}, "below 0 or infinite"),
         ({"max_new_tokens": 0}, "`max_new_tokens` is 0"),
         ({"num_prompts": 0}, "`num_prompts` is 0"),
+        ({"min_prompt_tokens": 0}, "`min_prompt_tokens` is 0"),
         ({"max_new_tokens": 4096}, "`max_new_tokens` 4096 and `max_prompt_tokens` None leave no room"),
     ],
 )

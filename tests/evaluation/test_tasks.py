@@ -3,12 +3,14 @@
 
 import hashlib
 import json
+import os
 import re
 import sys
 
 import datasets
 import pytest
 
+from dlite_hf.evaluation import tasks
 from dlite_hf.evaluation.tasks import _HUB_TASKS, TASK_CATEGORIES, load_task
 
 
@@ -37,13 +39,18 @@ def write_lines(path, *records):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """`hub(rows)` stands in for the Hub; `hub.calls` are the calls of `load_dataset`."""
+    """`hub(rows)` stands in for the Hub; `hub.calls` are the calls of `snapshot_download` and of `load_dataset`."""
 
     def answer_with(rows):
+        def snapshot_download(*args, **kwargs):
+            answer_with.calls.append((args, kwargs))
+            return "snapshot"
+
         def load_dataset(*args, **kwargs):
             answer_with.calls.append((args, kwargs))
             return datasets.Dataset.from_list(rows)
 
+        monkeypatch.setattr(tasks, "snapshot_download", snapshot_download)
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
 
     answer_with.calls = []
@@ -178,10 +185,39 @@ def test_what_is_asked_of_the_hub(hub):
     rows = [{"question": f"question {i}", "answer": ""} for i in range(3)]
     hub(rows)
     task = load_task("gsm8k", num_records=2)
-    options = {"split": "test", "revision": "cc7b047b6e5bb11b4f1af84efc572db110a51b3c"}
-    assert hub.calls == [(("openai/gsm8k", "main"), options)]
+    revision = "cc7b047b6e5bb11b4f1af84efc572db110a51b3c"
+    downloaded = {"repo_type": "dataset", "revision": revision, "allow_patterns": None}
+    assert hub.calls == [(("openai/gsm8k",), downloaded), (("snapshot", "main"), {"split": "test"})]
     assert [record["id"] for record in task.records] == ["gsm8k/0", "gsm8k/1"]
     assert len(load_task("gsm8k", num_records=9).records) == 3
+
+
+def test_a_named_task_has_as_many_records_as_in_the_paper(hub):
+    hub([{"question": f"question {i}", "answer": ""} for i in range(200)])
+    assert len(load_task("gsm8k").records) == 128 and len(load_task("gsm8k", 200).records) == 200
+    hub([{"id": str(i), "problem": "Find x.", "answer": "1"} for i in range(200)])
+    assert len(load_task("aime25").records) == 200
+
+
+def test_a_snapshot_is_read_as_the_hubs_page_says(tmp_path, monkeypatch):
+    """Its README names the files of each configuration and split; offline, too."""
+    for config in ("main", "socratic"):
+        (tmp_path / config).mkdir()
+        for split in ("train", "test"):
+            rows = [{"question": f"{config}, {split}", "answer": ""}]
+            datasets.Dataset.from_list(rows).to_parquet(tmp_path / config / f"{split}-00000-of-00001.parquet")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n"
+        + "".join(
+            f"- config_name: {config}\n  data_files:\n"
+            + "".join(f"  - split: {split}\n    path: {config}/{split}-*\n" for split in ("train", "test"))
+            for config in ("main", "socratic")
+        )
+        + "---\n"
+    )
+    monkeypatch.setattr(tasks, "snapshot_download", lambda *arguments, **options: str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert [record["turns"] for record in load_task("gsm8k").records] == [["main, test"]]
 
 
 def test_mathematics_has_the_ids_of_its_data_set(hub):
@@ -202,9 +238,13 @@ def test_livecodebench_is_one_file_of_its_repository(hub):
     with_stdin, with_code = (record["turns"][0] for record in load_task("livecodebench").records)
     assert "Add." in with_stdin and "stdin" in with_stdin
     assert "Add." in with_code and "class Solution:" in with_code and "stdin" not in with_code
-    (args, options), revision = hub.calls[0], "0fe84c3912ea0c4d4a78037083943e8f0c4dd505"
-    file = f"hf://datasets/livecodebench/code_generation_lite@{revision}/test6.jsonl"
-    assert (args, options) == (("json",), {"data_files": {"test": file}, "split": "test"})
+    (_, downloaded), loaded = hub.calls
+    assert (downloaded["revision"], downloaded["allow_patterns"]) == (
+        "0fe84c3912ea0c4d4a78037083943e8f0c4dd505",
+        "test6.jsonl",
+    )
+    file = os.path.join("snapshot", "test6.jsonl")
+    assert loaded == (("json",), {"data_files": {"test": file}, "split": "test"})
 
 
 def test_longbench_is_one_domain(hub):

@@ -62,6 +62,7 @@ def test_tau_is_emitted_tokens_over_verifications(scripted):
     assert statistics.tau == 16 / 5
     assert statistics.token_origins == ORIGINS
     assert statistics.accepted_per_position == [4, 3, 2, 1, 1]
+    assert statistics.tested_per_position == [5, 4, 2, 2, 1], "4, 1, 5, 2 and 2 tokens of the drafts"
     assert statistics.num_drafted_tokens == 5 + 5 + 5 + 4 + 2, "the last drafts stop before the limit"
     assert statistics.drafting_seconds > 0 and statistics.verifying_seconds > 0
 
@@ -97,7 +98,7 @@ def test_the_last_round_is_cut_at_eos():
     assert output.shape[1] == PROMPT_LENGTH + end
     assert statistics.token_origins == [1, 2, 3, 0, 1, 2], "three right tokens after it are not counted"
     assert (statistics.num_rounds, statistics.num_drafted_tokens, statistics.tau) == (2, 10, 3.0)
-    assert statistics.accepted_per_position == [2, 2, 1]
+    assert (statistics.accepted_per_position, statistics.tested_per_position) == ([2, 2, 1], [2, 2, 1, 1])
 
 
 def test_a_call_that_ends_with_its_prefill_has_no_round(scripted):
@@ -115,6 +116,7 @@ def test_calls_of_a_block_are_pooled(scripted):
         other.generate(max_new_tokens=3)
     assert (statistics.num_rounds, statistics.num_drafted_tokens) == (5 + 2, 21 + 1)
     assert statistics.token_origins == ORIGINS + [0, 0]
+    assert statistics.tested_per_position == [5 + 1, 4, 2, 2, 1]
     assert statistics.tau == 18 / 7, "over all rounds, not a mean of 16 / 5 and 1"
     assert statistics.verifying_seconds > first_seconds
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..evaluation.checks import prompt_room
 from ..evaluation.concurrency import concurrency_table, measure_concurrency
@@ -16,8 +16,12 @@ from ..evaluation.methods import Method, make_methods
 from ..evaluation.report import Report
 from ..evaluation.runner import evaluate
 from ..evaluation.sessions import make_sessions, render_prompt
-from ..evaluation.tasks import load_task
+from ..evaluation.tasks import Task, load_task
 from .template_kwargs import TEMPLATE_KWARGS_HELP, read_template_kwargs
+
+
+# Conditions of the prompts one by one: batches are greedy, on one task, and come later.
+_OF_THE_ROWS_ALONE = {"temperatures", "generation", "seed", "skipped_turns", "started_at", "finished_at"}
 
 
 @dataclass
@@ -43,7 +47,9 @@ class EvaluateArguments:
     )
     methods: list[str] = field(
         default_factory=lambda: ["plain", "prompt_lookup"],
-        metadata={"help": "Methods without a drafter: plain, prompt_lookup, early_exit=LAYER, mtp."},
+        metadata={
+            "help": "Methods without a drafter: plain, prompt_lookup, prompt_lookup=TOKENS, early_exit=LAYER, mtp."
+        },
     )
     confidence_thresholds: list[float] = field(
         default_factory=list,
@@ -53,12 +59,17 @@ class EvaluateArguments:
         },
     )
     num_prompts: int | None = field(
-        default=None, metadata={"help": "The first so many records of each task; all by default."}
+        default=None,
+        metadata={
+            "help": "The first so many records of each task; by default as many as the paper took of a task of the "
+            "Hub, and all of a file."
+        },
     )
     max_new_tokens: int = field(default=512, metadata={"help": "Where an answer is cut."})
     max_prompt_tokens: int | None = field(
         default=None, metadata={"help": "Longer prompts are counted and not run; what the target's context holds."}
     )
+    min_prompt_tokens: int = field(default=1, metadata={"help": "Shorter prompts are counted and not run."})
     temperatures: list[float] = field(
         default_factory=lambda: [0.0], metadata={"help": "Temperatures of the sampling; 0 is greedy."}
     )
@@ -123,6 +134,7 @@ def main(args: EvaluateArguments, make_more_methods: Callable[[PreTrainedModel],
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype or "auto", **attention)
     target = target.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
+    batched = _prompts_to_batch(args, target, tokenizer, tasks[0]) if args.batch_sizes else []
     methods = make_methods(target, args.methods, args.drafters, args.confidence_thresholds)
     if make_more_methods is not None:
         methods += make_more_methods(target)
@@ -135,6 +147,7 @@ def main(args: EvaluateArguments, make_more_methods: Callable[[PreTrainedModel],
         num_prompts=args.num_prompts,
         max_new_tokens=args.max_new_tokens,
         max_prompt_tokens=args.max_prompt_tokens,
+        min_prompt_tokens=args.min_prompt_tokens,
         temperatures=args.temperatures,
         seed=args.seed,
         chat_template_kwargs=args.template_options,
@@ -147,23 +160,38 @@ def main(args: EvaluateArguments, make_more_methods: Callable[[PreTrainedModel],
     (folder / "report.md").write_text(text + "\n", encoding="utf-8")
     plots = save_plots(report, folder)
     if args.batch_sizes:
-        prompts = [
-            render_prompt(tokenizer, session.turns[0].context([]), session.tools, args.template_options)[0].tolist()
-            for session in make_sessions(tasks[0])
-        ]
-        room = prompt_room(target, args.max_new_tokens, args.max_prompt_tokens)
         # Plain generation as it was found to be fastest.
         chosen = {each["name"]: {"settings": each["settings"], "note": each["note"]} for each in result["methods"]}
         methods = [replace(method, **chosen[method.name]) for method in methods]
-        prompts = [prompt for prompt in prompts if len(prompt) <= room]
         rows = measure_concurrency(
-            target, prompts, methods, batch_sizes=args.batch_sizes, max_new_tokens=args.max_new_tokens
+            target, batched, methods, batch_sizes=args.batch_sizes, max_new_tokens=args.max_new_tokens
         )
-        (folder / "concurrency.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        conditions = {name: each for name, each in result["conditions"].items() if name not in _OF_THE_ROWS_ALONE}
+        conditions["tasks"] = conditions["tasks"][:1]
+        content = {"conditions": conditions, "methods": result["methods"], "rows": rows}
+        (folder / "concurrency.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         text += f"\n\n## Many sequences at once\n\n{concurrency_table(rows)}"
         (folder / "report.md").write_text(text + "\n", encoding="utf-8")
     print(text)
     print(f"\nWrote report.json, report.md and {len(plots)} plots to {folder}.")
+
+
+def _prompts_to_batch(
+    args: EvaluateArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
+) -> list[list[int]]:
+    """The first turns of a task that are as long as they may be, as token ids."""
+    prompts = [
+        render_prompt(tokenizer, session.turns[0].context([]), session.tools, args.template_options)[0].tolist()
+        for session in make_sessions(task)
+    ]
+    room = prompt_room(target, args.max_new_tokens, args.max_prompt_tokens)
+    prompts = [prompt for prompt in prompts if args.min_prompt_tokens <= len(prompt) <= room]
+    if not prompts:
+        raise ValueError(
+            f"No first turn of {task.name} has from {args.min_prompt_tokens} to {room} tokens, so there is nothing to "
+            "batch; name a task with such prompts first, or drop `batch_sizes`."
+        )
+    return prompts
 
 
 __all__ = ["EvaluateArguments", "main"]

@@ -40,6 +40,8 @@ def describe_conditions(
         limits: further arguments, kept as they are.
     """
     dtype = str(target.dtype).removeprefix("torch.")
+    template = json.dumps(tokenizer.chat_template)
+    unsaid = "the chat template's default" if "enable_thinking" in template else None
     return {
         "target": {
             "name": without_folders(target_name or target.config.name_or_path),
@@ -55,8 +57,8 @@ def describe_conditions(
         "dtype": dtype,
         "attn_implementation": target.config._attn_implementation,
         "temperatures": list(temperatures),
-        "thinking": (chat_template_kwargs or {}).get("enable_thinking"),
-        "chat_template_sha256": hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest(),
+        "thinking": (chat_template_kwargs or {}).get("enable_thinking", unsaid),
+        "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest(),
         "chat_template_kwargs": chat_template_kwargs,
         "generation": {
             "used": {str(temperature): sampling_options(temperature) for temperature in temperatures},

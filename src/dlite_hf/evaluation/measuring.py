@@ -37,6 +37,7 @@ class Measurement:
         accepted_per_position: in how many rounds the draft token at position 1, 2, ... was accepted and emitted. Of
             Transformers' own methods only the tokens of a round are seen, and the last of them counts as the target's:
             where an end of sequence or a limit cut a draft there, one accepted token of the call is missing.
+        tested_per_position: in how many rounds the draft token at position 1, 2, ... was compared with the target.
         drafted: draft tokens proposed.
         drafting_seconds: spent on drafting.
         verifying_seconds: spent on the rounds' forwards of the target.
@@ -51,6 +52,7 @@ class Measurement:
     rounds: int | None = None
     emitted: int | None = None
     accepted_per_position: list[int] | None = None
+    tested_per_position: list[int] | None = None
     drafted: int | None = None
     drafting_seconds: float | None = None
     verifying_seconds: float | None = None
@@ -191,6 +193,7 @@ def _counters_of_statistics(statistics: SpeculationStatistics, tokens: int) -> d
         "rounds": statistics.num_rounds,
         "emitted": statistics.num_emitted_tokens,
         "accepted_per_position": statistics.accepted_per_position,
+        "tested_per_position": statistics.tested_per_position,
         "drafted": statistics.num_drafted_tokens,
         "drafting_seconds": statistics.drafting_seconds,
         "verifying_seconds": statistics.verifying_seconds,

@@ -20,7 +20,7 @@ from ..training_record import without_folders
 
 
 PLAIN = "plain"
-PROMPT_LOOKUP_TOKENS = 10  # as the documentation of Transformers shows it
+_PROMPT_LOOKUP_TOKENS = 10  # as the documentation of Transformers shows it
 READS_THE_PROMPT = "The drafter reads the whole prompt after the first token: that is in the time of decoding."
 _DFLASH_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}
 # What a small model's own configuration decides when it assists; its sampling options would leak into the drafts.
@@ -86,7 +86,7 @@ def make_methods(
     Args:
         target: what they generate with.
         stock: those of Transformers that need no checkpoint: `"plain"`, with which all are compared,
-            `"prompt_lookup"`, `"early_exit=LAYER"`, `"mtp"`.
+            `"prompt_lookup"`, `"prompt_lookup=TOKENS"` (10 tokens by default), `"early_exit=LAYER"`, `"mtp"`.
         drafters: `name=folder`, or a folder or an id on the Hub, whose last part is then the name. Its `config.json`
             says what it is: a DLite drafter, a DFlash drafter of Transformers, or any causal language model.
         confidence_thresholds: each DLite drafter is a method of its own, too, with each of them as its
@@ -109,7 +109,7 @@ def make_methods(
         raise ValueError(f"The confidence thresholds {confidence_thresholds} repeat one; give each once.")
     if PLAIN not in stock:
         raise ValueError(f"The methods are {stock}, but all are compared with 'plain'; add it.")
-    names = [each.partition("=")[0] for each in stock] + [_split_drafter(each)[0] for each in drafters]
+    names = stock + [_split_drafter(each)[0] for each in drafters]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise ValueError(f"More than one method is called {repeated[0]!r}; give drafters as name=folder.")
@@ -157,20 +157,25 @@ def _stock_method(spec: str, target: PreTrainedModel) -> Method:
     name, _, value = spec.partition("=")
     if name == "early_exit":
         return _early_exit(value, target)
-    if value:
-        raise ValueError(f"{spec!r} gives {name!r} a value, which only 'early_exit' takes; drop it.")
+    if name == "prompt_lookup":
+        num_tokens = _PROMPT_LOOKUP_TOKENS if name == spec else int(value) if value.isdecimal() else 0
+        if num_tokens < 1:
+            raise ValueError(f"{spec!r} gives 'prompt_lookup' no number of tokens; write prompt_lookup=TOKENS.")
+        return Method(spec, name, {"prompt_lookup_num_tokens": num_tokens}, num_draft_tokens=num_tokens)
+    if name in (PLAIN, "mtp") and name != spec:
+        raise ValueError(f"{spec!r} gives {name!r} a value, which it does not take; drop it.")
     if name == PLAIN:
         return Method(PLAIN, PLAIN)
-    if name == "prompt_lookup":
-        settings = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-        return Method(name, name, settings, num_draft_tokens=PROMPT_LOOKUP_TOKENS)
     if name == "mtp":
         num_layers = getattr(target.config.get_text_config(decoder=True), "num_mtp_layers", None)
         if not num_layers:
             raise ValueError(f"{type(target).__name__} has no layers for 'mtp' (`num_mtp_layers`); drop it.")
         note = "Transformers reads the MTP layers from the target's checkpoint within every call."
         return Method(name, name, {"use_mtp": True}, parameters=None, num_draft_tokens=num_layers, note=note)
-    raise ValueError(f"There is no method {spec!r}; choose from plain, prompt_lookup, early_exit=LAYER and mtp.")
+    raise ValueError(
+        f"There is no method {spec!r}; choose from plain, prompt_lookup, prompt_lookup=TOKENS, early_exit=LAYER and "
+        "mtp."
+    )
 
 
 def _early_exit(value: str, target: PreTrainedModel) -> Method:
@@ -197,9 +202,8 @@ def _early_exit(value: str, target: PreTrainedModel) -> Method:
         )
     num_tokens, note = _describe_assistant(neutral_generation_config(target.generation_config))
     note = f"For targets trained to exit early. {note}"
-    return Method(
-        "early_exit", "early_exit", {"assistant_early_exit": exit_layer}, num_draft_tokens=num_tokens, note=note
-    )
+    name, settings = f"early_exit={exit_layer}", {"assistant_early_exit": exit_layer}
+    return Method(name, "early_exit", settings, num_draft_tokens=num_tokens, note=note)
 
 
 def _split_drafter(spec: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -83,40 +83,49 @@ def acceptance(rows: Iterable[Row], method: str) -> list[float] | None:
     """The share of all rounds in which the draft token at position 1, 2, ... was accepted."""
     counters = _counters(rows, method, "accepted_per_position", "rounds")
     rounds = sum(each for _, each in counters) if counters else 0
-    return [count / rounds for count in _accepted_counts(counters)] if counters and rounds else None
+    return [count / rounds for count in _position_counts(counters)] if counters and rounds else None
 
 
 def conditional_acceptance(rows: Iterable[Row], method: str) -> list[float | None] | None:
-    """The share of the rounds that accepted position j - 1 in which position j was accepted, too, for j = 1, 2, ...
+    """The share of the rounds that got to position j of their draft in which it was accepted, for j = 1, 2, ...
 
-    Position 1 is a share of all rounds. None stands behind a position that no round accepted.
+    Where it is not known how far drafts reached, a round that accepted position j - 1 counts as having got to j. None
+    stands behind a position that no round accepted.
     """
     counters = _counters(rows, method, "accepted_per_position", "rounds")
     rounds = sum(each for _, each in counters) if counters else 0
     if not counters or not rounds:
         return None
-    return [count / before if before else None for before, count in pairwise([rounds, *_accepted_counts(counters)])]
+    accepted = _position_counts(counters)
+    if tested := _counters(rows, method, "tested_per_position"):
+        return [count / got_to for count, got_to in zip_longest(accepted, _position_counts(tested), fillvalue=0)]
+    return [count / before if before else None for before, count in pairwise([rounds, *accepted])]
 
 
-def _accepted_counts(counters: Sequence[tuple[Any, ...]]) -> list[int]:
-    """Rounds that accepted position 1, 2, ...; a row's list ends where it accepted nothing further."""
-    length = max(len(positions) for positions, _ in counters)
-    return [sum(sum(positions[j : j + 1]) for positions, _ in counters) for j in range(length)]
+def knows_draft_lengths(rows: Iterable[Row], method: str) -> bool:
+    """Whether it was counted how far the drafts of `method` reached."""
+    return _counters(rows, method, "tested_per_position") is not None
+
+
+def _position_counts(counters: Sequence[tuple[Any, ...]]) -> list[int]:
+    """Rounds that accepted, or tested, position 1, 2, ...; a row's list, the first counter, ends with its last one."""
+    length = max(len(positions) for positions, *_ in counters)
+    return [sum(sum(positions[j : j + 1]) for positions, *_ in counters) for j in range(length)]
 
 
 def flagged_rows(rows: Iterable[Row], method: str) -> list[Row]:
-    """Greedy rows whose answer has another length than plain generation's: their times do not compare."""
+    """Rows whose answer has another length than plain generation's: their times do not compare."""
     return [
         row
         for row in measured_rows(measured_rows(rows, method), PLAIN)
-        if row["temperature"] == 0 and row["measurements"][method]["tokens"] != row["measurements"][PLAIN]["tokens"]
+        if row["measurements"][method]["tokens"] != row["measurements"][PLAIN]["tokens"]
     ]
 
 
 def speedup(rows: Iterable[Row], method: str, *, decode_only: bool = False) -> Estimate | None:
     """Plain generation's seconds a token over those of `method`, on the same prompts; below 1 it is slower.
 
-    Flagged rows are left out, so at temperature 0 both made as many tokens and this is seconds over seconds.
+    Flagged rows are left out, so both made as many tokens and this is seconds over seconds.
 
     Args:
         rows: rows of one temperature.
@@ -256,6 +265,11 @@ def by_category(rows: Iterable[Row], categories: Mapping[str, str]) -> dict[str,
     return _group(rows, lambda row: categories.get(row["task"], UNCATEGORISED))
 
 
+def general_and_tasks(rows: Iterable[Row], categories: Mapping[str, str]) -> dict[str, list[Row]]:
+    """The rows of all general tasks together, and those of each task of another category."""
+    return _group(rows, lambda row: "general tasks" if categories.get(row["task"]) == "general" else row["task"])
+
+
 def by_length(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """The rows of each bucket of prompt tokens, the shortest first; buckets without rows are left out."""
     return _in_buckets(rows, "prompt_tokens", LENGTH_BUCKETS)
@@ -293,10 +307,12 @@ __all__ = [
     "extra_peak_bytes",
     "first_token_seconds",
     "flagged_rows",
+    "general_and_tasks",
     "identical",
     "is_near_tie",
     "keeps_more_cache",
     "keeps_no_cache",
+    "knows_draft_lengths",
     "measured_rows",
     "round_times",
     "speedup",

@@ -74,6 +74,9 @@ def beside_the_paper(report: Report) -> str:
         "Target, training and machine differ, so the figures say little about each other; compare methods "
         "within one source."
     )
+    first_turns = greedy.get("swe_bench", [])
+    if first_turns and not any(row["turn"] for row in first_turns):
+        introduction += " The paper's swe_bench are sessions of an agent; here only first turns were run."
     speedups, acceptance = table(PAPER_SPEEDUP, "x", decoding), table(PAPER_TAU, "", metrics.tau)
     return f"{introduction}\n\nSpeedup of decoding:\n\n{speedups}\n\ntau:\n\n{acceptance}"
 

@@ -116,9 +116,7 @@ def _draw_bars(
             edgecolor="white",
             linewidth=0,
         )
-        ax.errorbar(
-            centres, heights, yerr=_error_bars([each for _, each in points]), fmt="none", ecolor="#333333", capsize=2
-        )
+        _draw_intervals(ax, centres, [each for _, each in points], "#333333")
         for centre, (_, each) in zip(centres, points, strict=True):
             top = each.value if each.high is None else each.high
             ax.annotate(
@@ -137,41 +135,52 @@ def _draw_bars(
 
 
 def plot_tau_by_length(report: Report, temperature: float = 0.0) -> "Figure | None":
-    """Lines of tau against the length of the prompt, with 95% intervals; None where none was measured."""
-    buckets = metrics.by_length(_rows(report, temperature))
-    figure = _new_figure(7, 4)
-    ax = figure.subplots()
-    drawn = 0
-    methods = _drafting_methods(report)
+    """Lines of tau against the length of the prompt, with 95% intervals; None where none was measured.
+
+    The general tasks share a panel. Others have their own, since sets of long prompts differ in more than length.
+    """
+    rows = _rows(report, temperature)
+    methods = [method for method in _drafting_methods(report) if metrics.tau(rows, method) is not None]
+    if not methods:
+        return None
+    groups = metrics.general_and_tasks(rows, report.categories)
+    num_columns = min(len(groups), 2)
+    num_rows = -(-len(groups) // num_columns)
+    figure = _new_figure(2 + 5 * num_columns, 1 + 3 * num_rows)
+    axes = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False).flat
+    for place, (ax, (name, group)) in enumerate(zip(axes, groups.items(), strict=False)):
+        _draw_taus(ax, metrics.by_length(group), methods, report)
+        ax.set_title(_literal(name), fontsize=10)
+        if place % num_columns == 0:
+            ax.set_ylabel("tokens a verification, tau")
+    for ax in axes[len(groups) :]:
+        ax.remove()
+    _finish(figure, "tau by length of the prompt", temperature, axes[0], len(methods))
+    return figure
+
+
+def _draw_taus(ax: "Axes", buckets: Mapping[str, list[Row]], methods: Sequence[str], report: Report) -> None:
     for place, method in enumerate(methods):
         taus = [(i, metrics.tau(rows, method)) for i, rows in enumerate(buckets.values())]
         points = [(i, each) for i, each in taus if each is not None]
-        if not points:
-            continue
-        drawn += 1
         colour, _, marker = _style(report, method)
         # Side by side, so that intervals do not cover each other.
         shift = 0.06 * (place - (len(methods) - 1) / 2)
-        ax.errorbar(
-            [i + shift for i, _ in points],
-            [each.value for _, each in points],
-            yerr=_error_bars([each for _, each in points]),
+        centres, estimates = [i + shift for i, _ in points], [each for _, each in points]
+        ax.plot(
+            centres,
+            [each.value for each in estimates],
             color=colour,
             marker=marker,
             markersize=5,
-            capsize=2,
             label=_literal(method),
         )
-    if not drawn:
-        return None
+        _draw_intervals(ax, centres, estimates, colour)
     labels = [f"{name}\n{len(rows)} prompt{'s' if len(rows) > 1 else ''}" for name, rows in buckets.items()]
     ax.set_xticks(range(len(buckets)), labels)
     ax.set_xlim(-0.5, len(buckets) - 0.5)
     ax.axhline(1, color="black", linewidth=1, linestyle="--")
     ax.set_xlabel("tokens of the prompt (1k = 1,024)")
-    ax.set_ylabel("tokens a verification, tau")
-    _finish(figure, "tau by length of the prompt", temperature, ax, drawn)
-    return figure
 
 
 def plot_acceptance(report: Report, temperature: float = 0.0) -> "Figure | None":
@@ -183,15 +192,16 @@ def plot_acceptance(report: Report, temperature: float = 0.0) -> "Figure | None"
     for method in _drafting_methods(report):
         if not (shares := metrics.acceptance(rows, method)):
             continue
-        drawn, longest = drawn + 1, max(longest, len(shares))
+        conditional = metrics.conditional_acceptance(rows, method) or []
+        drawn, longest = drawn + 1, max(longest, len(shares), len(conditional))
         colour, _, marker = _style(report, method)
-        for ax, values in ((left, shares), (right, metrics.conditional_acceptance(rows, method) or [])):
+        for ax, values in ((left, shares), (right, conditional)):
             points = [(position, each) for position, each in enumerate(values, start=1) if each is not None]
             ax.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=_literal(method))
     if not drawn:
         return None
     left.set_title("of all rounds", fontsize=10)
-    right.set_title("of rounds that accepted the position before", fontsize=10)
+    right.set_title("of rounds that got so far", fontsize=10)
     left.set_ylabel("share accepted")
     left.set_ylim(0, 1)
     left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -270,11 +280,12 @@ def _style(report: Report, method: str) -> tuple[str, str, str]:
     return tuple(each[place % len(each)] for each in (_COLOURS, _HATCHES, _MARKERS))  # type: ignore[return-value]
 
 
-def _error_bars(estimates: Sequence[Estimate]) -> list[list[float]]:
-    """The lengths of the intervals below and above; none where there is no interval."""
-    below = [0.0 if each.low is None else max(each.value - each.low, 0.0) for each in estimates]
-    above = [0.0 if each.high is None else max(each.high - each.value, 0.0) for each in estimates]
-    return [below, above]
+def _draw_intervals(ax: "Axes", centres: Sequence[float], estimates: Sequence[Estimate], colour: str) -> None:
+    """A whisker where there is an interval: one of no length would look like certainty."""
+    for centre, each in zip(centres, estimates, strict=True):
+        if each.low is not None and each.high is not None:
+            lengths = [[max(each.value - each.low, 0.0)], [max(each.high - each.value, 0.0)]]
+            ax.errorbar([centre], [each.value], yerr=lengths, fmt="none", ecolor=colour, capsize=2)
 
 
 def _new_figure(width: float, height: float) -> "Figure":

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .methods import PLAIN
 from .metrics import Row
 
 
@@ -113,7 +112,7 @@ class Report:
         return replace(self, methods=[each for each in self.methods if each["name"] in names], rows=rows)
 
     def of_drafter(self, drafter: str) -> "Report":
-        """Plain generation and the methods that ran a drafter.
+        """The methods that ran a drafter, and those of Transformers that run none.
 
         Args:
             drafter: the last part of its folder or of its id on the Hub.
@@ -131,7 +130,7 @@ class Report:
             raise ValueError(
                 f"The report measures several drafters {drafter!r}, as {sorted(found)}; give a report of one of them."
             )
-        return self.only({PLAIN, *found})
+        return self.only({*found, *(each["name"] for each in self.methods if not each.get("checkpoint"))})
 
     def to_markdown(self) -> str:
         """The report to read: conditions, tables, where it is slower, where outputs part, what was left out."""

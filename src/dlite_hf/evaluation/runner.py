@@ -41,6 +41,7 @@ def evaluate(
     num_prompts: int | None = None,
     max_new_tokens: int = 512,
     max_prompt_tokens: int | None = None,
+    min_prompt_tokens: int = 1,
     temperatures: Sequence[float] = (0.0,),
     seed: int = 0,
     chat_template_kwargs: dict[str, Any] | None = None,
@@ -50,13 +51,14 @@ def evaluate(
 ) -> dict[str, Any]:
     """Generates every turn of every session with all methods, and records what each took.
 
-    The methods take turns in being first. Before the first row of a process, and of each temperature, all of them run
-    once unrecorded. Each temperature is a pass of its own. In `output_dir`, `rows.jsonl` gets a line for every turn,
-    and `sessions.jsonl` one for every finished session: a call that was killed goes on with the session that it was
-    in, from that session's start, so that its caches and answers are those of a call that was not.
+    The methods take turns in being first, in one direction and then in the other. Before the first row of a process,
+    and of each temperature, all of them run once unrecorded. Each temperature is a pass of its own. In `output_dir`,
+    `rows.jsonl` gets a line for every turn, and `sessions.jsonl` one for every finished session: a call that was
+    killed goes on with the session that it was in, from that session's start, so that its caches and answers are
+    those of a call that was not.
 
-    Plain generation uses a static cache where that is faster, which is timed once, and so does a DLite drafter; but
-    not on CUDA, where Transformers compiles the forward for it.
+    Plain generation uses a static cache where that is faster, which is timed once, before all rows, and so does a
+    DLite drafter; but not on CUDA, where Transformers compiles the forward for it.
 
     Args:
         target: the target, in evaluation mode.
@@ -67,6 +69,7 @@ def evaluate(
         num_prompts: takes the first so many records of each task; by default all.
         max_new_tokens: where an answer is cut.
         max_prompt_tokens: a turn whose prompt is longer, or leaves no room for the answer, is counted and not run.
+        min_prompt_tokens: so is one whose prompt is shorter; and, in a live session, what comes after such a turn.
         temperatures: 0 is greedy.
         seed: of sampling; every turn has its own, the same for all methods.
         chat_template_kwargs: for the chat template, such as `{"enable_thinking": False}`.
@@ -83,7 +86,11 @@ def evaluate(
             holds an evaluation under other conditions, or no prompt fits.
     """
     check_evaluation(
-        target, methods, tasks, temperatures, {"max_new_tokens": max_new_tokens, "num_prompts": num_prompts}
+        target,
+        methods,
+        tasks,
+        temperatures,
+        {"max_new_tokens": max_new_tokens, "num_prompts": num_prompts, "min_prompt_tokens": min_prompt_tokens},
     )
     tasks = [replace(task, records=task.records[:num_prompts]) for task in tasks]
     conditions = describe_conditions(
@@ -96,10 +103,12 @@ def evaluate(
         chat_template_kwargs=chat_template_kwargs,
         max_new_tokens=max_new_tokens,
         max_prompt_tokens=max_prompt_tokens,
+        min_prompt_tokens=min_prompt_tokens,
         num_prompts=num_prompts,
         seed=seed,
     )
     room = prompt_room(target, max_new_tokens, max_prompt_tokens)
+    fitting = range(min_prompt_tokens, room + 1)
     sessions = [session for task in tasks for session in make_sessions(task)]
     check_assistants(methods, room, max_new_tokens)
     for session in sessions:
@@ -108,7 +117,7 @@ def evaluate(
     total = len(temperatures) * sum(len(session.turns) for session in sessions)
     with alone_in(output_dir, "evaluating"), logging.tqdm(total=total, desc="Evaluating", unit="turn") as bar:
         progress = Progress.open(Path(output_dir), conditions, methods)
-        run = _Run(target, tokenizer, sessions, progress, room, max_new_tokens, seed, chat_template_kwargs, clock)
+        run = _Run(target, tokenizer, sessions, progress, fitting, max_new_tokens, seed, chat_template_kwargs, clock)
         for temperature in temperatures:
             run.is_warm = False
             for session in sessions:
@@ -116,7 +125,10 @@ def evaluate(
                     run.run_session(session, temperature)
                 bar.update(len(session.turns))
         if not progress.rows:
-            raise ValueError(f"No prompt has at most {room} tokens; give shorter ones, or raise `max_prompt_tokens`.")
+            raise ValueError(
+                f"No prompt has from {min_prompt_tokens} to {room} tokens; give others, or change `min_prompt_tokens` "
+                "or `max_prompt_tokens`."
+            )
         return progress.finish()
 
 
@@ -152,7 +164,7 @@ class _Run:
     tokenizer: PreTrainedTokenizerBase
     sessions: list[Session]
     progress: Progress
-    room: int
+    fitting: range  # how many tokens a prompt may have
     max_new_tokens: int
     seed: int
     chat_template_kwargs: dict[str, Any] | None
@@ -176,10 +188,10 @@ class _Run:
     def _prompts(self, session: Session, answers: list[str]) -> Iterator[tuple[Turn, torch.Tensor]]:
         """The turns whose prompt `[1, T]` fits; `answers`, plain generation's, grows meanwhile."""
         for turn in session.turns:
-            if turn.is_live and len(answers) < turn.index:  # an earlier one did not fit, nor does any after it
+            if turn.is_live and len(answers) < turn.index:  # an earlier one did not fit, so its answer is unknown
                 return
             prompt_ids = _render(self.tokenizer, session, turn, answers, self.chat_template_kwargs)
-            if prompt_ids.shape[1] <= self.room:
+            if prompt_ids.shape[1] in self.fitting:
                 yield turn, prompt_ids
 
     def _run_turn(
@@ -193,9 +205,9 @@ class _Run:
     ) -> tuple[dict[str, Any], list[int]]:
         """The row of a turn, and plain generation's answer."""
         methods = self.progress.methods
-        # Every turn has all orders, however many turns a session has.
-        shift = (len(self.progress.skipped) + turn.index) % len(methods)  # by finished sessions
-        order = [*methods[shift:], *methods[:shift]]
+        # Every turn has all orders, however many turns a session has, and no method always follows the same one.
+        reverses, shift = divmod(len(self.progress.skipped) + turn.index, len(methods))  # by finished sessions
+        order = [*methods[shift:], *methods[:shift]][:: -1 if reverses % 2 else 1]
         measurements, tokens = {}, {}
         for method in order:
             method = _sized(method, cache_length)
@@ -285,9 +297,11 @@ class _Run:
         for turn in session.turns:
             answers = [""] * turn.index
             length = _render(self.tokenizer, session, turn, answers, self.chat_template_kwargs).shape[1]
-            if length <= self.room:
+            if length in self.fitting:
                 earlier = turn.index * self.max_new_tokens if turn.is_live else 0
-                yield turn, min(length + earlier, self.room)
+                yield turn, min(length + earlier, self.fitting[-1])
+            elif turn.is_live:
+                return
 
     def _cache_length(self, session: Session) -> int:
         """Tokens that a cache of the whole session holds."""

@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
 from ..json_lines import read_json_lines
 
 
@@ -53,6 +55,7 @@ class _HubTask:
         id_column: the column of the ids; without one, rows are numbered.
         only: a column and the value that its rows must have.
         data_file: read this JSON lines file of the repository, and nothing else of it.
+        paper_prompts: how many of its rows the paper took, where that is not all that fit.
     """
 
     category: str
@@ -64,6 +67,7 @@ class _HubTask:
     id_column: str | None = None
     only: tuple[str, str] | None = None
     data_file: str | None = None
+    paper_prompts: int | None = None
 
 
 def _mathematics(row: dict[str, Any]) -> list[str]:
@@ -113,6 +117,7 @@ _HUB_TASKS = {
         "cc7b047b6e5bb11b4f1af84efc572db110a51b3c",
         lambda row: [row["question"]],
         config="main",
+        paper_prompts=128,
     ),
     "math500": _HubTask(
         "general",
@@ -120,6 +125,7 @@ _HUB_TASKS = {
         "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
         _mathematics,
         id_column="unique_id",
+        paper_prompts=128,
     ),
     "aime25": _HubTask(
         "general",
@@ -142,6 +148,7 @@ _HUB_TASKS = {
         lambda row: [row["prompt"]],
         config="sanitized",
         id_column="task_id",
+        paper_prompts=128,
     ),
     # The repository's loading script no longer runs; of its files, this is the newest release's.
     "livecodebench": _HubTask(
@@ -151,6 +158,7 @@ _HUB_TASKS = {
         _contest,
         id_column="question_id",
         data_file="test6.jsonl",
+        paper_prompts=128,
     ),
     "mt_bench": _HubTask(
         "general",
@@ -166,6 +174,7 @@ _HUB_TASKS = {
         "dce01c9b08f87459cf36a430d809084718273017",
         _instruction,
         split="train",
+        paper_prompts=128,
     ),
     "longbench_multi_document_qa": _longbench("Multi-Document QA"),
     "longbench_in_context_learning": _longbench("Long In-context Learning"),
@@ -177,6 +186,7 @@ _HUB_TASKS = {
         "6ec7bb89b9342f664a54a6e0a6ea6501d3437cc2",
         _issue,
         id_column="instance_id",
+        paper_prompts=50,
     ),
 }
 
@@ -209,10 +219,11 @@ def load_task(spec: str, num_records: int | None = None) -> Task:
         spec: a name of [`TASK_CATEGORIES`], which is loaded from the Hub with `datasets`; or a local `.jsonl` file,
             called by its stem; or `name=file`. A local file's category is that of the task whose name it has, else
             `"agent"` if it holds `messages`, else `"general"`.
-        num_records: takes the first so many records; by default all.
+        num_records: takes the first so many records; by default as many as the paper took of a named task, and all of
+            a file.
 
     Raises:
-        OSError: if there is no such file.
+        OSError: if there is no such file, or the Hub cannot be reached and the revision was not downloaded before.
         ValueError: if there is no such task, or the Hub does not hold it in a usable form; if `num_records` is less
             than 1; if a local file is empty, or has a record without a unique `id` and one of `turns` and `messages`.
     """
@@ -248,10 +259,15 @@ def _load_from_hub(name: str, num_records: int | None) -> Task:
     from datasets import load_dataset  # only here, so that local files need no `datasets`
 
     task = _HUB_TASKS[name]
+    num_records = num_records or task.paper_prompts
+    # Downloaded first: offline, `load_dataset` by a Hub id takes the newest revision that it finds, whatever is asked.
+    repository = snapshot_download(
+        task.source, repo_type="dataset", revision=task.revision, allow_patterns=task.data_file
+    )
     if task.data_file is None:
-        rows = load_dataset(task.source, task.config, split=task.split, revision=task.revision)
+        rows = load_dataset(repository, task.config, split=task.split)
     else:
-        file = f"hf://datasets/{task.source}@{task.revision}/{task.data_file}"
+        file = str(Path(repository, task.data_file))
         rows = load_dataset("json", data_files={task.split: file}, split=task.split)
     try:
         if task.only is not None:

@@ -42,6 +42,7 @@ _CONDITIONS = {
     "chat_template_kwargs": "chat template arguments",
     "generation": "generation settings",
     "max_new_tokens": "new tokens, at most",
+    "min_prompt_tokens": "prompt tokens, at least",
     "max_prompt_tokens": "prompt tokens, at most",
     "num_prompts": "records of a task, at most",
     "seed": "seed",
@@ -72,14 +73,19 @@ _NO_CACHE = (
 )
 _ENDS_EARLY = (
     "With a confidence, a draft can end early: at the positions that it lacks nothing is accepted, though nothing was "
-    "rejected."
+    "rejected{}."
 )
 _MORE_CACHE = (
     "‡ keeps more of its cache between turns than plain generation, whose cache cannot be cropped: that is in its "
     "time end to end, and in that to the first token."
 )
-_FLAGGED = "Flagged answers have another length than plain generation's: they are left out of the speedups."
-_SAMPLED = "Sampled answers differ in length, so a speedup is one of seconds a token."
+_FLAGGED = (
+    "Flagged answers have another length than plain generation's: they are left out of that method's speedups, which "
+    "are thus over other prompts than those of a method with other answers flagged."
+)
+_SAMPLED = (
+    "Sampled answers mostly have one length where all were cut at the limit: it is those that the speedups compare."
+)
 _NEAR_TIE = (
     "\n\nAt a near tie the token where an output parts lies below the target's best logit by at most twice the "
     "rounding between forwards of one token and of several, near that place."
@@ -178,8 +184,8 @@ def _with_notes(report: Report, table: str, rows: list[Row]) -> str:
     notes = _cache_notes(table)
     if any(metrics.flagged_rows(rows, method) for method in report.names):
         notes.append(_FLAGGED)
-    if any(row["temperature"] for row in rows):
-        notes.append(_SAMPLED)
+        if rows[0]["temperature"]:
+            notes.append(_SAMPLED)
     if any(report.categories.get(row["task"]) == "agent" for row in rows):
         notes.append(_TOOL_TIME)
     return "\n\n".join([table, *([" ".join(notes)] if notes else [])])
@@ -206,15 +212,18 @@ def _grouped_table(report: Report, first: list[str], groups: Iterable[tuple[list
 
 
 def lengths(report: Report) -> str:
-    """For each temperature a table by category and length of the prompt; 1k is 1,024 tokens."""
+    """For each temperature a table by length of the prompt; 1k is 1,024 tokens.
+
+    The general tasks are together. Others are apart, since sets of long prompts differ in more than length.
+    """
 
     def render(rows: list[Row]) -> str:
         groups = (
-            ([category, bucket], part)
-            for category, of_category in metrics.by_category(rows, report.categories).items()
-            for bucket, part in metrics.by_length(of_category).items()
+            ([name, bucket], part)
+            for name, group in metrics.general_and_tasks(rows, report.categories).items()
+            for bucket, part in metrics.by_length(group).items()
         )
-        return _grouped_table(report, ["category", "prompt tokens"], groups)
+        return _grouped_table(report, ["task", "prompt tokens"], groups)
 
     return _by_temperature(report, render)
 
@@ -233,7 +242,7 @@ def turns(report: Report) -> str:
 def rounds(report: Report) -> str:
     """For each temperature what a mean round costs and accepts."""
     header = ["method", "draft, ms", "verify, ms", "bookkeeping, ms", "memory of a call over plain's, MB"]
-    header += ["accepted at position 1, 2, ...", "the same, of rounds that got so far"]
+    header += ["accepted at position 1, 2, ... of all rounds", "the same, of rounds that got so far"]
 
     def render(rows: list[Row]) -> str:
         lines = []
@@ -249,8 +258,11 @@ def rounds(report: Report) -> str:
         return make_table(header, lines) if lines else ""
 
     tables = _by_temperature(report, render)
-    ends_early = any("assistant_confidence_threshold" in (method.get("settings") or {}) for method in report.methods)
-    return f"{tables}\n\n{_ENDS_EARLY}" if tables and ends_early else tables
+    early = [each for each in report.methods if "assistant_confidence_threshold" in (each.get("settings") or {})]
+    if not tables or not early:
+        return tables
+    is_known = all(metrics.knows_draft_lengths(report.rows, method["name"]) for method in early)
+    return f"{tables}\n\n{_ENDS_EARLY.format('; the last column counts only rounds that had one there' * is_known)}"
 
 
 def slower(report: Report) -> str:
@@ -290,7 +302,7 @@ def differences(report: Report) -> str:
 
 
 def skipped(report: Report) -> str:
-    """Turns that were not run, since their prompts are too long."""
+    """Turns that were not run, since their prompts are too long or too short."""
     counts = {task: count for task, count in (report.conditions.get("skipped_turns") or {}).items() if count}
     temperatures = len(report.conditions.get("temperatures") or [0.0])
     together = f" at {temperatures} temperatures, together" if temperatures > 1 else ""
@@ -344,6 +356,11 @@ def card(report: Report) -> str:
         for method in report.methods
         if method["name"] != PLAIN
     ]
+    stated += [
+        f"settings of {method['name']}: {recorded(method['settings'])}"
+        for method in report.methods
+        if method.get("settings")
+    ]
     parts = {"": tables, "Slower than plain generation:": slower, "A round:": rounds, "Outputs:": differences}
     texts = [f"{label}\n\n{text}".strip() for label, render in parts.items() if (text := render(report))]
     return "\n\n".join([f"### {heading}", f"Measured with {'; '.join(stated)}.", *texts])
@@ -357,7 +374,7 @@ VIEWS = {
     "rounds": View("A round", rounds),
     "slower": View("Slower than plain generation", slower),
     "differences": View("Outputs", differences),
-    "skipped": View("Not run, since the prompt is too long", skipped),
+    "skipped": View("Not run, since the prompt is too long or too short", skipped),
     "notes": View("Notes", notes),
     "summary": View(None, summary),
     "paper": View(None, beside_the_paper),

@@ -137,6 +137,8 @@ class _Sequence:
         self.is_finished = bool(self.stopping_criteria(self.input_ids, self.records.scores).all())
         if statistics is not None:
             statistics.token_origins.append(position if is_draft else 0)
+            if draft_ids is not None:
+                statistics.tested_positions.append(position)
         if self.streamer is not None:
             self.streamer.put(token_ids.cpu())
         return is_draft

@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """`speculation_statistics()`: what the drafter did in the calls of `generate` inside a block."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,8 @@ class SpeculationStatistics:
         num_drafted_tokens: tokens that the drafter proposed.
         token_origins: for every token that a verification emitted, in order: 0 for the target's own, j >= 1 for an
             accepted draft token at position j of its block. What an end of sequence or a limit cut off is not in it.
+        tested_positions: for every draft token that a verification compared with the target, accepted or not, its
+            position in its block: the positions up to the first rejection, or to the draft's end.
         drafting_seconds: wall time of drafting.
         verifying_seconds: wall time of the target's verification forwards.
         on_round: called after every round, see [`speculation_statistics`].
@@ -30,6 +33,7 @@ class SpeculationStatistics:
     num_rounds: int = 0
     num_drafted_tokens: int = 0
     token_origins: list[int] = field(default_factory=list)
+    tested_positions: list[int] = field(default_factory=list)
     drafting_seconds: float = 0.0
     verifying_seconds: float = 0.0
     on_round: RoundObserver | None = field(default=None, repr=False, compare=False)
@@ -39,6 +43,7 @@ class SpeculationStatistics:
         self.num_rounds += other.num_rounds
         self.num_drafted_tokens += other.num_drafted_tokens
         self.token_origins += other.token_origins
+        self.tested_positions += other.tested_positions
         self.drafting_seconds += other.drafting_seconds
         self.verifying_seconds += other.verifying_seconds
 
@@ -50,16 +55,23 @@ class SpeculationStatistics:
     @property
     def accepted_per_position(self) -> list[int]:
         """How many draft tokens were accepted at position 1, 2, ... of their block."""
-        accepted = [0] * max(self.token_origins, default=0)
-        for position in self.token_origins:
-            if position:
-                accepted[position - 1] += 1
-        return accepted
+        return _per_position(self.token_origins)
+
+    @property
+    def tested_per_position(self) -> list[int]:
+        """How many draft tokens were compared with the target at position 1, 2, ... of their block."""
+        return _per_position(self.tested_positions)
 
     @property
     def tau(self) -> float:
         """Acceptance length: tokens emitted per verification, the target's own token included; NaN without any."""
         return self.num_emitted_tokens / self.num_rounds if self.num_rounds else float("nan")
+
+
+def _per_position(positions: list[int]) -> list[int]:
+    """How often 1, 2, ... is among them."""
+    counts = Counter(positions)
+    return [counts[position] for position in range(1, max(positions, default=0) + 1)]
 
 
 @contextmanager
