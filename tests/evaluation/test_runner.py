@@ -192,6 +192,19 @@ def test_below_one_is_printed_as_such_with_the_conditions(tmp_path):
     assert (task["name"], task["category"], task["records"], task["file"]) == ("toy", "general", 2, "toy.jsonl")
 
 
+def test_whether_the_target_thinks_is_said(tmp_path):
+    """Where nobody says it, a template that knows the switch has a default of its own."""
+    tokenizer = make_chatml_tokenizer()
+    tokenizer.chat_template = "{% if enable_thinking %}{% endif %}" + tokenizer.chat_template
+    cases = [(None, "the chat template's default"), ({"enable_thinking": False}, False)]
+    for number, (options, said) in enumerate(cases):
+        folder = tmp_path / str(number)
+        result = run(
+            ScriptedTarget(fixed_script), [PLAIN], [make_task("a")], folder, tokenizer, chat_template_kwargs=options
+        )
+        assert result["conditions"]["thinking"] == said
+
+
 def test_long_prompts_are_counted_and_not_run(tmp_path):
     target = ScriptedTarget(fixed_script, context=60)
     tasks = [make_task("a" * 200, ["b", "c" * 200, "d"]), make_task("e", name="other")]

@@ -73,8 +73,9 @@ _NO_CACHE = (
 )
 _ENDS_EARLY = (
     "With a confidence, a draft can end early: at the positions that it lacks nothing is accepted, though nothing was "
-    "rejected{}."
+    "rejected"
 )
+_LAST_COLUMN = "; the last column counts only rounds that had one there."
 _MORE_CACHE = (
     "‡ keeps more of its cache between turns than plain generation, whose cache cannot be cropped: that is in its "
     "time end to end, and in that to the first token."
@@ -262,7 +263,7 @@ def rounds(report: Report) -> str:
     if not tables or not early:
         return tables
     is_known = all(metrics.knows_draft_lengths(report.rows, method["name"]) for method in early)
-    return f"{tables}\n\n{_ENDS_EARLY.format('; the last column counts only rounds that had one there' * is_known)}"
+    return f"{tables}\n\n{_ENDS_EARLY}{_LAST_COLUMN if is_known else '.'}"
 
 
 def slower(report: Report) -> str:
