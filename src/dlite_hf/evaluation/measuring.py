@@ -100,11 +100,11 @@ def measure(
     """
     prompt_ids = prompt_ids.to(target.device)
     options = {**method.generate_kwargs(), **sampling_options(temperature), "max_new_tokens": max_new_tokens}
-    if cache is None and {*CACHE_SETTINGS} <= options.keys() and options["cache_implementation"] == "static":
-        # `generate` would make none shorter than any before it.
+    if cache is None and options.get("cache_implementation") == "static":
+        # `generate` would make none shorter than any before it, and the target would remember its length.
         config = target.config.get_text_config(decoder=True)
         needed = prompt_ids.shape[1] + max_new_tokens  # an earlier answer may have become longer when it was rendered
-        cache = StaticCache(config=config, max_cache_len=max(needed, options["max_cache_len"]))
+        cache = StaticCache(config=config, max_cache_len=max(needed, options.get("max_cache_len", 0)))
     if cache is not None:
         options = {name: value for name, value in options.items() if name not in CACHE_SETTINGS} | {"cache": cache}
     stopwatch = _Stopwatch(clock, target.device)
