@@ -28,6 +28,7 @@ from ..targets import make_chatml_tokenizer, make_drafter, make_target
 FIRST_SECONDS, PLAIN_SECONDS = 2.0, 0.5  # of a call's first forward, and of each after it
 END = 1  # of a turn, for `make_chatml_tokenizer`
 TIMED = 32  # calls that choose caches: two methods, two kinds of cache, four prompts twice
+BEFORE = 8  # and where a prompt is not its session's first, each run's call that brings the cache to the turn before
 
 
 class Killed(BaseException):
@@ -333,7 +334,7 @@ def test_a_real_target_killed_within_a_session(tmp_path, monkeypatch):
 
     def kill_at_the_second_turn(*arguments, **options):
         calls.append(1)
-        if len(calls) == TIMED + 8:  # three calls warm up, three are the first turn's
+        if len(calls) == TIMED + 3 * BEFORE + 8:  # three calls warm up, three are the first turn's
             raise Killed
         return generate(*arguments, **options)
 
@@ -385,13 +386,15 @@ def test_plain_generation_has_the_faster_cache_on_cuda(tmp_path, timed, static_s
     result = run(target, [PLAIN, DLITE], tasks, tmp_path, **options)
     static = {"cache_implementation": "static", "max_cache_len": length_of("b", "", "c") + 10 + 10}
     settings = static if chosen == "static" else {}
-    assert calls[:17] == 4 * ([("plain", {})] * 2 + [("plain", static)] * 2) + [("plain", settings)]
+    runs = [("plain", {})] * 2, [("plain", static)] * 2
+    # The last prompt is not its session's first, which each run reads before it.
+    assert calls[:21] == 3 * sum(runs, []) + 2 * runs[0] + 2 * runs[1] + [("plain", settings)]
     (plain, drafter) = result["methods"]
     assert (plain["settings"], drafter["settings"]) == (settings, DLITE.settings)
     lengths = f"{length_of('a')}, {length_of('a')}, {length_of('a')}, {length_of('b', '', 'c') + 10}"
-    assert plain["note"] == (  # without the first token of each, at 2 s
-        f"10 tokens behind each of {lengths} took 24.000 s with a dynamic cache, {4 * static_seconds - 8:.3f} s with "
-        f"a static one and a compiled forward; the {chosen} one is used."
+    assert plain["note"] == (
+        f"Turns of {lengths} tokens, each with 10 new ones, took 32.000 s with a dynamic cache, "
+        f"{4 * static_seconds:.3f} s with a static one and a compiled forward; the {chosen} one is used."
     )
     # Another call keeps the choice, and times nothing.
     del calls[:]
@@ -408,7 +411,7 @@ def test_on_a_cpu_a_drafter_has_the_faster_cache_too(tmp_path, timed):
     static = {"cache_implementation": "static"}
     assert settings == {"plain": static, "dlite": DLITE.settings, "stock": STOCK.settings}
     # A session's own length, whatever other sessions need.
-    lengths = [settings["max_cache_len"] for name, settings in calls[TIMED + 3 :] if name == "plain"]
+    lengths = [settings["max_cache_len"] for name, settings in calls[TIMED + BEFORE + 3 :] if name == "plain"]
     whole = length_of("b", "", "c") + 10 + 10
     assert lengths == [length_of("a") + 10, whole, whole]
 
@@ -433,6 +436,22 @@ def test_live_sessions_with_static_caches(tmp_path, monkeypatch):
     assert [row["identical"] for row in result["rows"]] == [{"dlite": True}] * 3
     assert [row["measurements"]["dlite"]["cached_tokens"] > 0 for row in result["rows"]] == [False, True, False]
     assert vars(target) == before
+
+
+def test_a_cache_is_chosen_by_whole_turns(tmp_path, monkeypatch):
+    """Each timed call reads what is new in its prompt, as the turns that are measured do."""
+    measure, calls = runner.measure, []
+
+    def watch(target, method, prompt_ids, **options):
+        calls.append((prompt_ids.shape[1], options["cached_tokens"], options["max_new_tokens"]))
+        return measure(target, method, prompt_ids, **options)
+
+    monkeypatch.setattr(runner, "measure", watch)
+    target, tokenizer, tasks = make_target("llama"), make_chatml_tokenizer(), [make_task(["a", "b"])]
+    evaluate(target, tokenizer, [PLAIN], tasks, tmp_path, max_new_tokens=8)
+    first, second = length_of("a"), length_of("a", "", "b")
+    runs = [(first, 0, 1), (second, first, 8), (first, first - 1, 1), (second, first, 8)]
+    assert calls[:20] == 3 * 4 * [(first, 0, 8)] + 2 * runs
 
 
 def test_a_static_cache_that_does_not_serve_is_not_used(tmp_path, timed):

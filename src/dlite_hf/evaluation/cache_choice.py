@@ -29,9 +29,11 @@ def with_faster_caches(
 
     Args:
         methods: the methods.
-        prompts: what they are timed behind; unless forwards are compiled, all methods go on from one prefill of each.
-        time: runs a method behind a prompt, whose prefix the cache may hold, and returns the seconds of decoding; a
-            ValueError where it cannot run. Of two such runs the better counts, as the first may compile.
+        prompts: what they are timed with; unless forwards are compiled, all methods go on from one cache of what comes
+            before each.
+        time: runs a method with a prompt, whose prefix the cache may hold, and returns the seconds of the whole call,
+            as a static cache can be faster in decoding and slower in reading; a ValueError where it cannot run. Of two
+            such runs the better counts, as the first may compile.
         compiles: whether Transformers compiles the forward for a static cache, which it would do anew for every length
             of a draft: a drafter is not timed then.
         max_cache_len: the static cache's, where it is to be of one size.

@@ -271,32 +271,40 @@ class _Run:
         )
         compiles, num_tokens = self.target.device.type == "cuda", min(CHOICE_TOKENS, self.max_new_tokens)
         timed = [prompts[(len(prompts) - 1) * quarter // 4] for quarter in (1, 2, 3, 4)]
+        lengths = ", ".join(f"{length:,}" for length, *_ in timed)
         return with_faster_caches(
             self.progress.methods,
             [(number, turn) for _, number, turn in timed],
-            partial(self._decoding_seconds, num_tokens=num_tokens),
+            partial(self._seconds_of_turn, num_tokens=num_tokens),
             compiles=compiles,
             # Of one size, so that it compiles once.
             max_cache_len=max(map(self._cache_length, self.sessions)) if compiles else None,
-            what=f"{num_tokens} tokens behind each of {', '.join(f'{length:,}' for length, *_ in timed)}",
+            what=f"Turns of {lengths} tokens, each with {num_tokens} new ones,",
         )
 
-    def _decoding_seconds(self, method: Method, place: tuple[int, int], kept: PrefixCache, num_tokens: int) -> float:
-        """Of an answer at a place: the session's number and the turn's."""
+    def _seconds_of_turn(self, method: Method, place: tuple[int, int], kept: PrefixCache, num_tokens: int) -> float:
+        """Of a whole turn, what is new in its prompt included, at a place: the session's number and the turn's."""
         number, turn = place
         session = self.sessions[number]
-        prompt_ids = _render(self.tokenizer, session, session.turns[turn], [""] * turn, self.chat_template_kwargs)
         method = _sized(method, self._cache_length(session))
+        if turn == 0:
+            kept = PrefixCache()
+        else:  # `kept` is cut back, or filled, to the turn before
+            self._run_unrecorded(method, self._prompt_without_answers(session, turn - 1), 0.0, 1, kept)
+        prompt_ids = self._prompt_without_answers(session, turn)
         measurement, cache = self._run_unrecorded(method, prompt_ids, 0.0, num_tokens, kept)
         if "cache_implementation" in method.settings and len(session.turns) > 1 and not cache.is_croppable:
             raise ValueError("it cannot be kept from turn to turn.")
-        return measurement.seconds - measurement.first_token_seconds
+        return measurement.seconds
+
+    def _prompt_without_answers(self, session: Session, turn: int) -> torch.Tensor:
+        """The prompt `[1, T]` of a turn, if earlier answers are not known yet."""
+        return _render(self.tokenizer, session, session.turns[turn], [""] * turn, self.chat_template_kwargs)
 
     def _turns_that_fit(self, session: Session) -> Iterator[tuple[Turn, int]]:
         """With how long the prompt can be, if earlier answers are as long as they may be."""
         for turn in session.turns:
-            answers = [""] * turn.index
-            length = _render(self.tokenizer, session, turn, answers, self.chat_template_kwargs).shape[1]
+            length = self._prompt_without_answers(session, turn.index).shape[1]
             if length in self.fitting:
                 earlier = turn.index * self.max_new_tokens if turn.is_live else 0
                 yield turn, min(length + earlier, self.fitting[-1])
