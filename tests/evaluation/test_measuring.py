@@ -2,8 +2,6 @@
 """What a measurement counts, beside the forwards that the target really ran."""
 
 import copy
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from dlite_hf.evaluation.measuring import measure, sampling_options
 from dlite_hf.evaluation.methods import Method, make_methods
 from dlite_hf.evaluation.sessions import PrefixCache
 from dlite_hf.generation import decoding
-from dlite_hf.generation.statistics import SpeculationStatistics
+from dlite_hf.generation.statistics import SpeculationStatistics, time_when_idle
 
 from ..replay import make_replay_drafter
 from ..targets import make_drafter, make_inputs, make_target
@@ -167,13 +165,12 @@ def test_times_are_taken_once_the_device_is_idle(target, monkeypatch):
         events.append("clock")
         return 5.0
 
-    monkeypatch.setattr(decoding, "time", SimpleNamespace(perf_counter=clock))
-    of_a_round = partial(decoding._clock, SpeculationStatistics())
-    for now in (partial(measuring.time_when_idle, clock=clock), of_a_round):
-        for device, expected in (("cuda", ["cuda", "clock"]), ("cpu", ["clock"])):
-            events.clear()
-            assert now(torch.device(device)) == 5.0 and events == expected
-    # A measurement asks no other clock.
+    for device, expected in (("cuda", ["cuda", "clock"]), ("cpu", ["clock"])):
+        events.clear()
+        assert time_when_idle(torch.device(device), clock) == 5.0 and events == expected
+    # Neither a round nor a measurement asks another clock.
+    monkeypatch.setattr(decoding, "time_when_idle", lambda device: (5.0, device))
+    assert decoding._clock(SpeculationStatistics(), target.device) == (5.0, target.device)
     devices = []
     monkeypatch.setattr(measuring, "time_when_idle", lambda device, clock: devices.append(device) or len(devices))
     measurement, _ = run(target, Method("plain", "plain"), clock=None)

@@ -20,8 +20,9 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from ..generation.attention import SDPA_PACKED
+from ..generation.statistics import time_when_idle
 from .markdown import make_table
-from .measuring import Clock, time_when_idle, use_generation_config
+from .measuring import Clock, use_generation_config
 from .methods import PLAIN, Method, neutral_generation_config
 
 

@@ -13,7 +13,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from ..generation.statistics import SpeculationStatistics, speculation_statistics
+from ..generation.statistics import SpeculationStatistics, speculation_statistics, time_when_idle
 from .methods import PLAIN, Method, neutral_generation_config
 
 
@@ -154,13 +154,6 @@ def measure(
 CACHE_SETTINGS = ("cache_implementation", "max_cache_len")
 
 
-def time_when_idle(device: torch.device, clock: Clock) -> float:
-    """Seconds by the clock, once the device has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return clock()
-
-
 class _Stopwatch(BaseStreamer):
     """Notes when the first token came, and how many tokens came at once: `generate` puts those of one forward."""
 
@@ -230,6 +223,5 @@ __all__ = [
     "Measurement",
     "measure",
     "sampling_options",
-    "time_when_idle",
     "use_generation_config",
 ]

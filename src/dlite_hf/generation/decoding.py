@@ -1,7 +1,6 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """The loop behind `generate(assistant_model=drafter)`: prefill, draft, verify from left to right."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from .candidate_generator import DLiteCandidateGenerator
 from .sampling import draw, speculative_sample
-from .statistics import SpeculationStatistics, running_statistics
+from .statistics import SpeculationStatistics, running_statistics, time_when_idle
 from .token_records import TokenRecords
 
 
@@ -207,8 +206,4 @@ def _recording_past(cache: Cache) -> Iterator[None]:
 
 def _clock(statistics: SpeculationStatistics | None, device: torch.device) -> float:
     """Seconds, once the device is idle; nobody waits where nobody measures."""
-    if statistics is None:
-        return 0.0
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
+    return 0.0 if statistics is None else time_when_idle(device)

@@ -1,6 +1,7 @@
 # Copyright 2026 The dlite-hf authors. Licensed under the Apache License, Version 2.0.
 """`speculation_statistics()`: what the drafter did in the calls of `generate` inside a block."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,3 +99,10 @@ def speculation_statistics(on_round: RoundObserver | None = None) -> Iterator[Sp
 def running_statistics() -> SpeculationStatistics | None:
     """The statistics that the current thread collects, if it does."""
     return _running_statistics.get()
+
+
+def time_when_idle(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds by the clock, once the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return clock()
