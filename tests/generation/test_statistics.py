@@ -132,7 +132,7 @@ def test_outside_a_block_nothing_is_recorded_or_measured(scripted, monkeypatch):
         scripted.generate(max_new_tokens=5)
     before = list(statistics.token_origins)
     assert running_statistics() is None
-    monkeypatch.setattr(decoding, "time", None)
+    monkeypatch.setattr(decoding, "time_when_idle", None)
     scripted.generate(max_new_tokens=NUM_NEW_TOKENS)
     assert statistics.token_origins == before and statistics.num_rounds == 1
 
